@@ -1,0 +1,40 @@
+# Two commands: `make demo` shows the product on real models, `make test` proves it. Both prepare .venv first.
+PYTHON ?= python3.11
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format clean
+
+help:
+	@echo "make demo     two vLLM workers, a verl trainer and the coordinator, on this machine's CPU"
+	@echo "make test     lint, types, import contracts, then every test"
+	@echo "make setup    the environment in .venv (demo and test do this themselves)"
+	@echo "make lint     ruff, mypy and import-linter alone"
+	@echo "make format   let ruff format and fix the code"
+	@echo "make clean    remove .venv, caches and build output"
+	@echo ""
+	@echo "make demo KEEP=1 leaves the coordinator running afterwards; PYTHON=... names another Python 3.11"
+
+setup:
+	@command -v $(PYTHON) >/dev/null || { echo "setup: $(PYTHON) was not found: install Python 3.11, or name one with make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) requirements/install.py
+
+demo: setup
+	@$(BIN)/coordinator demo $(if $(filter-out 0,$(KEEP)),--keep)
+
+test: lint
+	@$(BIN)/python -m pytest --numprocesses=2 --dist=loadgroup tests
+
+lint: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: setup
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

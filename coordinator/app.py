@@ -1,0 +1,104 @@
+"""The HTTP application: every noun's router, errors as problem documents, health, and the sweeping clock."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from importlib.metadata import version
+from pathlib import Path
+
+from fastapi import FastAPI, Request
+from sqlalchemy import text
+
+from coordinator import clocks, errors
+from coordinator.body import BodyLimit
+from coordinator.policies.endpoints import router as policies
+from coordinator.rollouts.endpoints import router as rollouts
+from coordinator.runs.endpoints import router as runs
+from coordinator.storage.artifacts import ArtifactStore
+from coordinator.storage.changes import Changes
+from coordinator.storage.database import Database, check_durability
+from coordinator.storage.migrations import check_schema
+from coordinator.tokens.endpoints import router as tokens
+from coordinator.updates.endpoints import router as updates
+from coordinator.wire.rollouts import Rollout
+from coordinator.wire.updates import ReserveItem
+from coordinator.workers.endpoints import router as workers
+
+DESCRIPTION = """
+The coordinator keeps every trajectory of online RL post-training with its whole identity, admits it to an update
+only when it is fresh, binds it to exactly one update, and switches the active policy only when every required
+worker has confirmed the same version and hash.
+
+Every call that changes something may be sent again. Every refusal is an `application/problem+json` document with a
+stable `code` and a `next_step`.
+"""
+
+
+def create_app(database: Database, artifacts: Path, max_body_bytes: int = 64 * 2**20) -> FastAPI:
+    """The application over this database and artifact folder. It closes the database when it ends."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await check_durability(database)
+        await check_schema(database)
+        sweeper = asyncio.create_task(clocks.run(database, app.state.changes))
+        try:
+            yield
+        finally:
+            sweeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await sweeper
+            await database.close()
+
+    app = FastAPI(
+        title="Rollout coordinator",
+        version=version("rollout-coordinator"),
+        description=DESCRIPTION,
+        lifespan=lifespan,
+        generate_unique_id_function=lambda route: route.name,
+    )
+    app.state.database = database
+    app.state.changes = Changes()
+    app.state.artifacts = ArtifactStore(artifacts)
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    errors.install(app)
+    for router in (runs, workers, policies, rollouts, updates, tokens):
+        app.include_router(router)
+
+    @app.get("/healthz", tags=["health"])
+    async def healthz() -> dict[str, str]:
+        """Whether the process answers at all."""
+        return {"status": "ok"}
+
+    @app.get("/readyz", tags=["health"], responses={503: {"description": "unavailable"}})
+    async def readyz(request: Request) -> dict[str, str]:
+        """Whether the database answers too."""
+        async with database.engine.connect() as connection:
+            await connection.execute(text("SELECT 1"))
+        return {"status": "ready"}
+
+    _document_streamed_bodies(app)
+    return app
+
+
+def _document_streamed_bodies(app: FastAPI) -> None:
+    """Puts the models of bodies that an endpoint reads itself, as JSON or Arrow, into the OpenAPI document."""
+    make = app.openapi
+
+    def openapi() -> dict[str, object]:
+        document = make()
+        schemas = document["components"]["schemas"]
+        for model in (Rollout, ReserveItem):
+            schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+            for name, nested in schema.pop("$defs", {}).items():
+                schemas.setdefault(name, nested)
+            schemas.setdefault(model.__name__, schema)
+        for path in document["paths"].values():
+            for operation in path.values():
+                for content in operation.get("requestBody", {}).get("content", {}).values():
+                    content.get("schema", {}).pop("$defs", None)
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way to extend the document

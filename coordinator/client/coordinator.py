@@ -1,0 +1,110 @@
+"""The entrance: one coordinator, by its address and a token."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+
+from coordinator.client.connection import Connection
+from coordinator.client.errors import NotConfigured
+from coordinator.client.run import Run
+from coordinator.wire.runs import CreateRun, RunList, RunView
+from coordinator.wire.tokens import CreatedToken, CreateToken, Role, TokenList, TokenView
+
+
+class Coordinator:
+    """A coordinator, as one process sees it; close it, or use it with `with`.
+
+    `url` and `token` come from the arguments, else from COORDINATOR_URL and COORDINATOR_TOKEN, else from
+    the files `address` and `admin.token` in the data folder of a coordinator on this machine
+    (COORDINATOR_DATA, else ./.data). `timeout_seconds` bounds the silence on one attempt, `retry_seconds`
+    all attempts of one call. Raises `NotConfigured` where nothing is found. May be used from several
+    threads.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        token: str | None = None,
+        *,
+        timeout_seconds: float = 30.0,
+        retry_seconds: float = 60.0,
+    ) -> None:
+        self._connection = Connection(
+            url or os.environ.get("COORDINATOR_URL") or _from_data_folder("address", "address", "COORDINATOR_URL"),
+            token
+            or os.environ.get("COORDINATOR_TOKEN")
+            or _from_data_folder("admin.token", "token", "COORDINATOR_TOKEN"),
+            timeout_seconds=timeout_seconds,
+            retry_seconds=retry_seconds,
+        )
+        # Updates belong to this life of the process: a restarted trainer is another owner.
+        self._owner = f"trainer-{uuid.uuid4().hex}"
+
+    @property
+    def url(self) -> str:
+        """The address in use."""
+        return self._connection.url
+
+    def __enter__(self) -> Coordinator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._connection.close()
+
+    def create_run(self, run: CreateRun) -> Run:
+        """Create a run, or find it when it exists with the same content."""
+        view = self._connection.call("POST", ("runs",), RunView, body=run)
+        return self.run(view.run_id)
+
+    def run(self, run_id: str) -> Run:
+        """A run by its id; asks nothing yet."""
+        return Run(self._connection, run_id, self._owner)
+
+    def runs(self) -> list[RunView]:
+        """All runs in the order of their creation."""
+        return self._connection.call("GET", ("runs",), RunList).runs
+
+    def create_token(
+        self,
+        name: str,
+        role: Role,
+        *,
+        run_id: str | None = None,
+        worker_id: str | None = None,
+        expires_at: datetime | None = None,
+    ) -> CreatedToken:
+        """A new token; its secret is in this answer and nowhere else."""
+        body = CreateToken(name=name, role=role, run_id=run_id, worker_id=worker_id, expires_at=expires_at)
+        return self._connection.call("POST", ("tokens",), CreatedToken, body=body)
+
+    def tokens(self) -> list[TokenView]:
+        """All tokens, without their secrets."""
+        return self._connection.call("GET", ("tokens",), TokenList).tokens
+
+    def revoke_token(self, token_id: str) -> None:
+        """End a token at once."""
+        self._connection.send("DELETE", ("tokens", token_id))
+
+
+def _from_data_folder(name: str, what: str, variable: str) -> str:
+    folder = Path(os.environ.get("COORDINATOR_DATA") or ".data")
+    try:
+        text = (folder / name).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise NotConfigured(
+            f"no {what} was given: pass it, set {variable}, or name the data folder of a coordinator on this "
+            f"machine in COORDINATOR_DATA ({folder / name}: {error.strerror})"
+        ) from error
+    if not text:
+        raise NotConfigured(f"{folder / name} is empty: set {variable}, or restart the coordinator of that data folder")
+    return text

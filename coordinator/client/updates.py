@@ -1,0 +1,252 @@
+"""An update as a trainer runs it: open, candidates, reserve, commit, with the lease renewed meanwhile."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from coordinator.client.connection import Connection, read
+from coordinator.client.errors import CoordinatorError, Refused, UnexpectedAnswer
+from coordinator.client.rollouts import TAKEN, Candidates, Reserved, candidates
+from coordinator.wire.columns import (
+    ARROW_MEDIA_TYPE,
+    ArrowError,
+    ReserveColumns,
+    decode_candidates,
+    encode_reserve,
+    ragged,
+)
+from coordinator.wire.policies import PolicyRef
+from coordinator.wire.updates import (
+    AbortUpdate,
+    CandidatesRequest,
+    CommitUpdate,
+    Discard,
+    OpenUpdate,
+    Renew,
+    ReserveAnswer,
+    UpdateView,
+)
+
+# One long poll; longer waits are several, so that a dead connection is noticed and proxies do not cut in.
+_POLL_SECONDS = 30.0
+# While an exception is on its way out the abort may not hold it up; the lease ends the update in any case.
+_LAST_WORD_SECONDS = 5.0
+
+_log = logging.getLogger("coordinator.client")
+
+
+class Update:
+    """One update, as a context manager made by `Run.update`. Entering opens it; see the package's example.
+
+    A background thread renews the lease at a third of its length. When the coordinator says that the lease
+    is lost, the next call raises `LeaseExpired` or `UpdateFenced`: the step is to be discarded. An
+    exception in the block aborts the update with it as the reason and goes on; leaving without a commit
+    aborts too.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        run_id: str,
+        update_id: str,
+        owner: str,
+        policy: PolicyRef,
+        lease_seconds: float,
+    ) -> None:
+        self.id = update_id
+        self.owner = owner
+        self.policy = policy
+        self._connection = connection
+        self._path = ("runs", run_id, "updates", update_id)
+        self._lease_seconds = lease_seconds
+        self._view: UpdateView | None = None
+        self._after_commit_no: int | None = None
+        self._lost: Refused | None = None
+        self._ended = threading.Event()
+        self._renewing = threading.Thread(target=self._renew, name=f"renew {update_id}", daemon=True)
+
+    @property
+    def view(self) -> UpdateView:
+        """The update as the coordinator last described it. RuntimeError before it was opened."""
+        if self._view is None:
+            raise RuntimeError(f"update {self.id} is not open: use it as 'with run.update() as update'")
+        return self._view
+
+    def __enter__(self) -> Update:
+        if self._view is not None:
+            raise RuntimeError(f"update {self.id} was entered before: make another with run.update()")
+        body = OpenUpdate(owner=self.owner, policy_version=self.policy.version, artifact_hash=self.policy.artifact_hash)
+        self._view = self._connection.call("PUT", self._path, UpdateView, body=body)
+        if self._view.state == "open":
+            self._renewing.start()
+        else:  # the same id again, after its end: its outcome is in the view
+            self._ended.set()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._ended.is_set():
+            return
+        try:
+            if error is None:
+                self.abort("left without commit")
+                return
+            try:
+                self._abort(f"{type(error).__name__}: {error}"[:500], False, _LAST_WORD_SECONDS)
+            except CoordinatorError as second:
+                error.add_note(f"Update {self.id} could not be aborted either, its lease will end it: {second}")
+        finally:
+            self._ended.set()
+
+    def candidates(self, groups: int, wait_seconds: float = 0.0) -> Candidates:
+        """Up to `groups` whole groups, held for this update; waits up to `wait_seconds` for that many.
+
+        Asking again returns what is held already first. An empty answer says why in `empty`.
+        """
+        until = time.monotonic() + wait_seconds
+        while True:
+            self._check()
+            wait = max(0.0, min(until - time.monotonic(), _POLL_SECONDS))
+            body = CandidatesRequest(owner=self.owner, groups=groups, wait_seconds=wait)
+            content = body.model_dump_json().encode()
+            received = self._connection.send(
+                "POST",
+                (*self._path, "candidates"),
+                content=functools.partial(bytes, content),
+                accept=ARROW_MEDIA_TYPE,
+                wait_seconds=wait,
+            )
+            try:
+                columns = decode_candidates(received.content)
+            except ArrowError as fault:
+                raise UnexpectedAnswer(f"candidates did not answer a readable Arrow stream: {fault}") from fault
+            if len(columns.groups) >= groups or time.monotonic() >= until:
+                return candidates(columns)
+
+    def reserve(
+        self,
+        candidates: Candidates,
+        current_log_probs: Sequence[npt.ArrayLike] | None,
+        *,
+        after_commit_no: int | None = None,
+        use: Sequence[str | None] | None = None,
+        confirm_drift: bool = False,
+    ) -> Reserved:
+        """Bind candidates to this update, after the forward pass and before the first optimizer step.
+
+        `current_log_probs[i]` has the shape [tokens] of `candidates[i].token_ids` and scores the same
+        tokens with the weights that the learner now holds; masked positions may hold anything. None is for
+        runs whose drift gate is off. `after_commit_no` is the last commit that the weights contain: left
+        out, the run's last at the time this update was opened; name it when the weights may be older than
+        that, as after a restored checkpoint, or newer, as when this update was opened while another still
+        stepped. `use` labels each trajectory for lineage. `confirm_drift` says that the log-probs were
+        checked after a `DriftSuspect`.
+
+        Raises ValueError where the log-probs do not match the candidates, `LineConflict`, `DriftSuspect`.
+        """
+        self._check()
+        rows = None if current_log_probs is None else [np.asarray(row, dtype=np.float64) for row in current_log_probs]
+        _check_shapes(candidates, rows, use)
+        self._after_commit_no = self.view.last_commit_no if after_commit_no is None else after_commit_no
+        columns = ReserveColumns(
+            owner=self.owner,
+            after_commit_no=self._after_commit_no,
+            confirm_drift=confirm_drift,
+            rollout_id=[trajectory.rollout_id for trajectory in candidates],
+            revision=[trajectory.revision for trajectory in candidates],
+            use=list(use) if use is not None else [None] * len(candidates),
+            given=[rows is not None] * len(candidates),
+            current_log_probs=ragged(rows if rows is not None else [()] * len(candidates), np.float64),
+        )
+        content = encode_reserve(columns)
+        received = self._connection.send(
+            "POST", (*self._path, "reserve"), content=lambda: content, content_type=ARROW_MEDIA_TYPE
+        )
+        answer = read(received, ReserveAnswer)
+        taken = [i for i, verdict in enumerate(answer.verdicts) if verdict.verdict in TAKEN]
+        return Reserved(
+            verdicts=tuple(answer.verdicts),
+            admitted=Candidates(tuple(candidates[i] for i in taken)),
+            current_log_probs=None if rows is None else [rows[i] for i in taken],
+            groups={verdict.group_id: verdict for verdict in answer.groups},
+        )
+
+    def commit(self, discards: Sequence[Discard] = ()) -> UpdateView:
+        """Consume what the update holds, after its last optimizer step and before the new version is
+        prepared.
+
+        `discards` names reserved rollouts that were not trained on. The answer's `commit_no` belongs into
+        the checkpoint. Raises `LeaseExpired`, `UpdateFenced` or `LineConflict`: nothing was consumed,
+        discard the step.
+        """
+        self._check()
+        after = self.view.last_commit_no if self._after_commit_no is None else self._after_commit_no
+        body = CommitUpdate(owner=self.owner, after_commit_no=after, discards=list(discards))
+        self._view = self._connection.call("POST", (*self._path, "commit"), UpdateView, body=body)
+        self._ended.set()
+        return self._view
+
+    def abort(self, reason: str, quarantine: bool = False) -> UpdateView:
+        """Give everything back (or quarantine it) and end the update."""
+        self._check()
+        return self._abort(reason, quarantine, None)
+
+    def _abort(self, reason: str, quarantine: bool, retry_seconds: float | None) -> UpdateView:
+        body = AbortUpdate(owner=self.owner, reason=reason, quarantine=quarantine)
+        self._view = self._connection.call(
+            "POST", (*self._path, "abort"), UpdateView, body=body, retry_seconds=retry_seconds
+        )
+        self._ended.set()
+        return self._view
+
+    def _check(self) -> None:
+        if self.view.state != "open":
+            raise RuntimeError(f"update {self.id} has ended: it is {self.view.state}")
+        if self._lost is not None:
+            raise self._lost
+
+    def _renew(self) -> None:
+        """Renew until the end. Only the coordinator decides that a lease is lost, never this side's clock."""
+        while not self._ended.wait(self._lease_seconds / 3):
+            try:
+                self._connection.call(
+                    "POST",
+                    (*self._path, "renew"),
+                    UpdateView,
+                    body=Renew(owner=self.owner),
+                    retry_seconds=self._lease_seconds / 6,
+                )
+            except CoordinatorError as error:
+                if self._ended.is_set():
+                    return
+                if isinstance(error, Refused) and error.status in (404, 409):
+                    _log.error("update %s: the lease is lost: %s", self.id, error)
+                    self._lost = error
+                    return
+                _log.warning("update %s: the lease could not be renewed yet: %s", self.id, error)
+
+
+def _check_shapes(
+    candidates: Candidates, rows: list[npt.NDArray[np.float64]] | None, use: Sequence[str | None] | None
+) -> None:
+    if use is not None and len(use) != len(candidates):
+        raise ValueError(f"{len(use)} labels for {len(candidates)} candidates")
+    if rows is None:
+        return
+    if len(rows) != len(candidates):
+        raise ValueError(f"current log-probs of {len(rows)} rollouts for {len(candidates)} candidates")
+    for trajectory, row in zip(candidates, rows, strict=True):
+        if row.shape != trajectory.token_ids.shape:
+            raise ValueError(
+                f"current log-probs of {trajectory.rollout_id} have shape {row.shape}, "
+                f"its token_ids {trajectory.token_ids.shape}"
+            )

@@ -1,0 +1,55 @@
+"""Tidies up after clocks that ran out. What matters is decided by the database's clock where it matters."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from coordinator.policies import activation
+from coordinator.policies import queries as policy_queries
+from coordinator.storage.changes import Changes
+from coordinator.storage.database import Database
+from coordinator.updates import queries as update_queries
+from coordinator.updates import service as updates
+from coordinator.workers import queries as worker_queries
+
+log = logging.getLogger("coordinator.clocks")
+
+EVERY_SECONDS = 1.0
+ONE_SWEEPER = 7_242_002
+
+
+async def _due(connection: AsyncConnection) -> tuple[list[str], list[str]]:
+    """Runs with ended leases and runs with an overdue activation; none while another replica sweeps."""
+    if not await connection.scalar(text("SELECT pg_try_advisory_xact_lock(:key)"), {"key": ONE_SWEEPER}):
+        return [], []
+    await connection.execute(worker_queries.DROP_ENDED_TICKETS)
+    leases = (await connection.scalars(update_queries.RUNS_WITH_DUE_UPDATES)).all()
+    overdue = (await connection.scalars(policy_queries.OVERDUE_ACTIVATIONS)).all()
+    return list(leases), list(overdue)
+
+
+async def sweep(database: Database, changes: Changes) -> None:
+    """Once: aborts updates whose lease ended, fails activations whose deadline passed."""
+    leases, overdue = await database.transaction(_due)
+    for run_id in leases:
+        count = await database.transaction(updates.expire_due, run_id)
+        log.info("run %s: %d leases ended", run_id, count)
+        changes.announce(run_id)
+    for run_id in overdue:
+        await database.transaction(activation.fail_overdue, run_id)
+        log.info("run %s: an activation passed its deadline", run_id)
+        changes.announce(run_id)
+
+
+async def run(database: Database, changes: Changes) -> None:
+    """Sweeps until it is cancelled. A fault is logged and the next round tries again."""
+    while True:
+        try:
+            await sweep(database, changes)
+        except Exception:  # whatever broke one round must not end all later ones
+            log.exception("a sweep failed; the next one follows in %g s", EVERY_SECONDS)
+        await asyncio.sleep(EVERY_SECONDS)

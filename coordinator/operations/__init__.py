@@ -1,0 +1,1 @@
+"""What keeps the service running: access, clocks, journal, health."""

@@ -1,0 +1,134 @@
+"""Who may do what: bearer tokens, hashed at rest, each with one role and bound to a run or a worker."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from dataclasses import dataclass
+from typing import Annotated, cast
+
+from fastapi import Depends, Request, Security
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from coordinator.errors import Refusal
+from coordinator.storage.changes import Changes
+from coordinator.storage.database import Database
+from coordinator.wire.tokens import Role
+
+PREFIX = "rct"
+ALL_ROLES: tuple[Role, ...] = ("admin", "trainer", "worker", "reward", "viewer")
+
+_bearer = HTTPBearer(auto_error=False, description="A token from `coordinator token create`.")
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who sent a request."""
+
+    token_id: str
+    name: str
+    role: Role
+    run_id: str | None
+    worker_id: str | None
+
+    @property
+    def actor(self) -> str:
+        """How the audit names the caller."""
+        return f"{self.role}:{self.name}"
+
+    def require_worker(self, worker_id: str) -> None:
+        """Refuses a worker's token that is bound to another worker id."""
+        if self.role == "worker" and self.worker_id != worker_id:
+            raise Refusal("forbidden", f"this token is bound to worker {self.worker_id}, not {worker_id}")
+
+
+def new_secret() -> tuple[str, str, bytes]:
+    """A fresh token: its id, the token itself, and the hash to keep."""
+    token_id, secret = secrets.token_hex(6), secrets.token_urlsafe(32)
+    token = f"{PREFIX}_{token_id}_{secret}"
+    return token_id, token, hash_token(token)
+
+
+def hash_token(token: str) -> bytes:
+    """sha256 of the token: it is random and long, so no slower hash is needed."""
+    return hashlib.sha256(token.encode()).digest()
+
+
+FIND_TOKEN = text("""
+    SELECT token_id, name, role, run_id, worker_id, secret_hash
+    FROM tokens
+    WHERE token_id = :token_id AND revoked_at IS NULL
+      AND (expires_at IS NULL OR expires_at > clock_timestamp())
+""")
+
+
+async def authenticate(connection: AsyncConnection, token: str) -> Caller | None:
+    """The caller whose token this is; none if it is unknown, expired or revoked."""
+    row = (await connection.execute(FIND_TOKEN, {"token_id": token_id_of(token)})).one_or_none()
+    if row is None or not hmac.compare_digest(row.secret_hash, hash_token(token)):
+        return None
+    return Caller(row.token_id, row.name, cast(Role, row.role), row.run_id, row.worker_id)
+
+
+def token_id_of(token: str) -> str:
+    """The id that a token is kept under: the one inside it, or one made from a token that somebody else chose."""
+    parts = token.split("_", 2)
+    if len(parts) == 3 and parts[0] == PREFIX:
+        return parts[1]
+    return "given-" + hash_token(token).hex()[:12]
+
+
+class Allow:
+    """Lets only these roles pass, and an admin always; a bound token only to its own run.
+
+    Every endpoint depends on one, so that its roles can be read off the app.
+    """
+
+    def __init__(self, *roles: Role) -> None:
+        self.roles: frozenset[Role] = frozenset(roles) | {"admin"}
+
+    async def __call__(
+        self,
+        request: Request,
+        credentials: Annotated[HTTPAuthorizationCredentials | None, Security(_bearer)],
+    ) -> Caller:
+        if credentials is None:
+            raise Refusal("unauthenticated", "the request carries no bearer token")
+        async with database_of(request).engine.connect() as connection:
+            caller = await authenticate(connection, credentials.credentials)
+        if caller is None:
+            raise Refusal("unauthenticated", "the token is unknown, expired or revoked")
+        if caller.role not in self.roles:
+            raise Refusal(
+                "forbidden",
+                f"this call is for {', '.join(sorted(self.roles))}; the token's role is {caller.role}",
+            )
+        run_id = request.path_params.get("run_id")
+        if caller.run_id is not None and run_id is not None and caller.run_id != run_id:
+            raise Refusal("forbidden", f"the token is bound to run {caller.run_id}")
+        worker_id = request.path_params.get("worker_id")
+        if worker_id is not None:
+            caller.require_worker(worker_id)
+        return caller
+
+
+def database_of(request: Request) -> Database:
+    """The app's database."""
+    return cast(Database, request.app.state.database)
+
+
+def changes_of(request: Request) -> Changes:
+    """The app's waiters."""
+    return cast(Changes, request.app.state.changes)
+
+
+DatabaseHere = Annotated[Database, Depends(database_of)]
+ChangesHere = Annotated[Changes, Depends(changes_of)]
+Anyone = Annotated[Caller, Depends(Allow(*ALL_ROLES))]
+Admin = Annotated[Caller, Depends(Allow("admin"))]
+Trainer = Annotated[Caller, Depends(Allow("trainer"))]
+WorkerCaller = Annotated[Caller, Depends(Allow("worker"))]
+RewardCaller = Annotated[Caller, Depends(Allow("reward"))]

@@ -1,0 +1,1 @@
+"""Policy versions, their artifacts, and the activations that switch the pointer."""

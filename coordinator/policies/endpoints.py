@@ -1,0 +1,243 @@
+"""The addresses of policy versions, artifacts and activations."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, cast
+
+from fastapi import APIRouter, Depends, Path, Query, Request, Response, status
+from fastapi.responses import FileResponse
+
+from coordinator.errors import refusals
+from coordinator.operations.access import Anyone, ChangesHere, DatabaseHere, Trainer
+from coordinator.policies import activation, service
+from coordinator.runs.service import get_run
+from coordinator.storage.artifacts import ArtifactStore
+from coordinator.wire.policies import (
+    ActivationList,
+    ActivationVerdict,
+    ActivationView,
+    GiveUp,
+    OpenActivation,
+    PolicyList,
+    PolicyView,
+    PreparePolicy,
+    Watch,
+)
+
+router = APIRouter(prefix="/v1/runs/{run_id}", tags=["policies"])
+
+
+def store_of(request: Request) -> ArtifactStore:
+    """The app's artifact store."""
+    return cast(ArtifactStore, request.app.state.artifacts)
+
+
+Store = Annotated[ArtifactStore, Depends(store_of)]
+VersionPath = Annotated[int, Path(ge=0, le=2**31 - 1)]
+UPLOAD: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+DOWNLOAD: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
+}
+
+
+@router.post(
+    "/policies",
+    status_code=status.HTTP_201_CREATED,
+    responses=refusals(
+        "run_unknown",
+        "policy_version_unknown",
+        "policy_conflict",
+        "non_monotonic_version",
+        "policy_withdrawn",
+        "update_not_committed",
+        "invalid_file_name",
+    ),
+)
+async def prepare_policy(
+    run_id: str,
+    body: PreparePolicy,
+    caller: Trainer,
+    database: DatabaseHere,
+    changes: ChangesHere,
+    response: Response,
+) -> PolicyView:
+    """Prepare a policy version: its number, its parent, the updates that made it, and the manifest of its files.
+
+    The same call again answers 200 and changes nothing; the same version with other bytes is refused.
+    """
+    view, new = await database.transaction(service.prepare, run_id, body, caller)
+    response.status_code = status.HTTP_201_CREATED if new else status.HTTP_200_OK
+    changes.announce(run_id)
+    return view
+
+
+@router.get("/policies", responses=refusals("run_unknown"))
+async def list_policies(run_id: str, caller: Anyone, database: DatabaseHere) -> PolicyList:
+    """List the run's policy versions."""
+    return await database.transaction(service.list_policies, run_id)
+
+
+@router.get("/policies/{version}", responses=refusals("run_unknown", "policy_version_unknown"))
+async def get_policy(run_id: str, version: VersionPath, caller: Anyone, database: DatabaseHere) -> PolicyView:
+    """Show a policy version with the manifest of its artifact."""
+    return await database.transaction(service.get_policy, run_id, version)
+
+
+@router.put(
+    "/policies/{version}/files/{name:path}",
+    responses=refusals(
+        "run_unknown",
+        "policy_version_unknown",
+        "artifact_file_unknown",
+        "artifact_file_mismatch",
+        "policy_state",
+        "no_space",
+    ),
+    openapi_extra=UPLOAD,
+)
+async def upload_file(
+    run_id: str,
+    version: VersionPath,
+    name: str,
+    request: Request,
+    caller: Trainer,
+    database: DatabaseHere,
+    store: Store,
+) -> PolicyView:
+    """Upload one file of the artifact as raw bytes; it is kept only if size and sha256 are the manifest's."""
+    return await service.upload(database, store, run_id, version, name, request.stream())
+
+
+@router.get(
+    "/policies/{version}/files/{name:path}",
+    response_class=FileResponse,
+    responses=refusals("run_unknown", "policy_version_unknown", "artifact_file_unknown", "artifact_file_missing")
+    | DOWNLOAD,
+)
+async def download_file(
+    run_id: str, version: VersionPath, name: str, caller: Anyone, database: DatabaseHere, store: Store
+) -> FileResponse:
+    """Download one file of the artifact. The ETag is its sha256."""
+    file, path = await database.transaction(service.locate, store, run_id, version, name)
+    return FileResponse(path, media_type="application/octet-stream", headers={"ETag": f'"{file.sha256}"'})
+
+
+@router.post(
+    "/policies/{version}/commit",
+    responses=refusals("run_unknown", "policy_version_unknown", "artifact_incomplete", "policy_state"),
+)
+async def commit_policy(
+    run_id: str,
+    version: VersionPath,
+    caller: Trainer,
+    database: DatabaseHere,
+    changes: ChangesHere,
+    store: Store,
+) -> PolicyView:
+    """Commit a version once every file is there; each is read again and its hash compared."""
+    view = await service.commit(database, store, run_id, version, caller)
+    changes.announce(run_id)
+    return view
+
+
+@router.post(
+    "/policies/{version}/activations",
+    status_code=status.HTTP_201_CREATED,
+    responses=refusals(
+        "run_unknown",
+        "policy_version_unknown",
+        "worker_unknown",
+        "activation_conflict",
+        "activation_open",
+        "policy_state",
+        "non_monotonic_version",
+        "no_required_workers",
+    ),
+)
+async def open_activation(
+    run_id: str,
+    version: VersionPath,
+    body: OpenActivation,
+    caller: Trainer,
+    database: DatabaseHere,
+    changes: ChangesHere,
+    response: Response,
+) -> ActivationView:
+    """Open an activation: from now on these workers must load the version and confirm it."""
+    view, new = await database.transaction(activation.open_activation, run_id, version, body, caller)
+    response.status_code = status.HTTP_201_CREATED if new else status.HTTP_200_OK
+    changes.announce(run_id)
+    return view
+
+
+@router.post(
+    "/policies/{version}/activate",
+    responses=refusals("run_unknown", "activation_unknown", "activation_ended"),
+)
+async def activate_policy(
+    run_id: str, version: VersionPath, caller: Trainer, database: DatabaseHere, changes: ChangesHere
+) -> ActivationVerdict:
+    """Switch to the version if its artifact is committed and every required worker confirmed it.
+
+    The answer is a verdict: the first reason that stands in the way, and the workers it is about.
+    """
+    verdict = await database.transaction(activation.activate, run_id, version, caller)
+    changes.announce(run_id)
+    return verdict
+
+
+@router.get("/activations", responses=refusals("run_unknown"))
+async def list_activations(run_id: str, caller: Anyone, database: DatabaseHere) -> ActivationList:
+    """List the run's activations with each required worker's ack."""
+    return await database.transaction(activation.list_activations, run_id)
+
+
+@router.get("/activations/{activation_id}", responses=refusals("run_unknown", "activation_unknown"))
+async def get_activation(run_id: str, activation_id: str, caller: Anyone, database: DatabaseHere) -> ActivationView:
+    """Show an activation with each required worker's ack."""
+    return await database.transaction(activation.get_activation, run_id, activation_id)
+
+
+@router.post(
+    "/activations/{activation_id}/give-up",
+    responses=refusals("run_unknown", "activation_unknown", "activation_ended"),
+)
+async def give_up_activation(
+    run_id: str,
+    activation_id: str,
+    body: GiveUp,
+    caller: Trainer,
+    database: DatabaseHere,
+    changes: ChangesHere,
+) -> ActivationView:
+    """Give an open activation up. The active version stays; the candidate is abandoned."""
+    view = await database.transaction(activation.give_up, run_id, activation_id, body, caller)
+    changes.announce(run_id)
+    return view
+
+
+@router.get("/watch", responses=refusals("run_unknown"))
+async def watch(
+    run_id: str,
+    caller: Anyone,
+    database: DatabaseHere,
+    changes: ChangesHere,
+    after: Annotated[int, Query(ge=-1, le=2**62, description="the event_no seen last; -1: answer at once")] = -1,
+    wait_seconds: Annotated[float, Query(ge=0, le=3600)] = 0,
+) -> Watch:
+    """The active version and the candidate; waits until the run has an event newer than `after`."""
+    run = await database.transaction(get_run, run_id)
+    loop = asyncio.get_running_loop()
+    end = loop.time() + min(wait_seconds, run.settings.longest_wait_seconds)
+    while True:
+        view = await database.transaction(activation.watch, run_id)
+        left = end - loop.time()
+        if view.event_no > after or left <= 0:
+            return view
+        await changes.wait(run_id, left)

@@ -1,0 +1,125 @@
+"""Every statement about policy versions and activations. All of them run under the run's lock or only read."""
+
+from sqlalchemy import text
+
+_VERSION = """
+    version, artifact_hash, kind, state, parent_version, lag_clock, CAST(base_model AS text) AS base_model,
+    CAST(files AS text) AS files, updates, prepared_at, committed_at, activated_at, ended_at
+"""
+
+GET_VERSION = text(f"SELECT {_VERSION} FROM policy_versions WHERE run_no = :run_no AND version = :version")
+
+LIST_VERSIONS = text(f"SELECT {_VERSION} FROM policy_versions WHERE run_no = :run_no ORDER BY version")
+
+NEWEST_VERSION = text("SELECT max(version) FROM policy_versions WHERE run_no = :run_no")
+
+INSERT_VERSION = text("""
+    INSERT INTO policy_versions (run_no, version, artifact_hash, kind, state, parent_version, lag_clock, base_model,
+                                 files, updates)
+    VALUES (:run_no, :version, :artifact_hash, :kind, 'prepared', :parent_version, :lag_clock,
+            CAST(:base_model AS jsonb), CAST(:files AS jsonb), CAST(:updates AS text[]))
+""")
+
+COMMIT_VERSION = text("""
+    UPDATE policy_versions SET state = 'committed', committed_at = clock_timestamp()
+    WHERE run_no = :run_no AND version = :version AND state = 'prepared'
+""")
+
+ABANDON_VERSION = text("""
+    UPDATE policy_versions SET state = 'abandoned', ended_at = clock_timestamp()
+    WHERE run_no = :run_no AND version = :version AND state IN ('prepared', 'committed')
+""")
+
+UNCOMMITTED_UPDATES = text("""
+    SELECT id FROM unnest(CAST(:update_ids AS text[])) AS id
+    WHERE NOT EXISTS (
+        SELECT FROM updates u WHERE u.run_no = :run_no AND u.update_id = id AND u.state = 'committed'
+    )
+    ORDER BY id
+""")
+
+RETIRE_ACTIVE = text("""
+    UPDATE policy_versions SET state = 'retired', ended_at = clock_timestamp()
+    WHERE run_no = :run_no AND state = 'active'
+""")
+
+ACTIVATE_VERSION = text("""
+    UPDATE policy_versions SET state = 'active', activated_at = clock_timestamp()
+    WHERE run_no = :run_no AND version = :version AND state = 'committed'
+""")
+
+MOVE_POINTER = text("UPDATE runs SET active_version = :version WHERE run_no = :run_no")
+
+_ACTIVATION = """
+    a.activation_id, a.version, v.artifact_hash, v.kind, a.state, a.asked_workers, a.reason, a.opened_at,
+    a.deadline_at, a.ended_at
+"""
+_WITH_VERSION = "activations a JOIN policy_versions v USING (run_no, version)"
+
+GET_ACTIVATION = text(f"""
+    SELECT {_ACTIVATION} FROM {_WITH_VERSION} WHERE a.run_no = :run_no AND a.activation_id = :activation_id
+""")
+
+LIST_ACTIVATIONS = text(f"""
+    SELECT {_ACTIVATION} FROM {_WITH_VERSION} WHERE a.run_no = :run_no ORDER BY a.opened_at, a.activation_id
+""")
+
+OPEN_ACTIVATION = text(f"SELECT {_ACTIVATION} FROM {_WITH_VERSION} WHERE a.run_no = :run_no AND a.state = 'open'")
+
+LATEST_OF_VERSION = text(f"""
+    SELECT {_ACTIVATION} FROM {_WITH_VERSION} WHERE a.run_no = :run_no AND a.version = :version
+    ORDER BY (a.state = 'open') DESC, a.opened_at DESC LIMIT 1
+""")
+
+INSERT_ACTIVATION = text("""
+    INSERT INTO activations (run_no, activation_id, version, state, asked_workers, opened_at, deadline_at)
+    SELECT :run_no, :activation_id, :version, 'open', CAST(:asked_workers AS text[]), t,
+           t + make_interval(secs => :deadline_seconds)
+    FROM (SELECT clock_timestamp() AS t) AS now
+""")
+
+# Freezes the required workers: those asked for by name, or every live one that neither drains nor is fenced.
+FREEZE_WORKERS = text("""
+    INSERT INTO activation_workers (run_no, activation_id, worker_id, incarnation)
+    SELECT :run_no, :activation_id, worker_id, incarnation FROM workers
+    WHERE run_no = :run_no AND deregistered_at IS NULL AND CASE
+        WHEN CAST(:asked_workers AS text[]) IS NOT NULL THEN worker_id = ANY(CAST(:asked_workers AS text[]))
+        ELSE NOT draining AND fenced_reason IS NULL
+            AND heartbeat_at > clock_timestamp() - make_interval(secs => :lost_after_seconds)
+    END
+    ORDER BY worker_id
+    RETURNING worker_id
+""")
+
+# The required workers of activations with what they said. An ack counts only from the incarnation that is live,
+# and only for the activation that it was given to.
+REQUIRED_WORKERS = text("""
+    SELECT q.activation_id, q.worker_id, w.incarnation, k.matching, k.detail, k.acked_at, k.version AS acked_version,
+           k.artifact_hash AS acked_hash
+    FROM activation_workers q
+    JOIN activations a ON a.run_no = q.run_no AND a.activation_id = q.activation_id
+    JOIN workers w ON w.run_no = q.run_no AND w.worker_id = q.worker_id
+    LEFT JOIN acks k ON k.run_no = q.run_no AND k.worker_id = q.worker_id AND k.incarnation = w.incarnation
+        AND k.version = a.version AND k.activation_id = a.activation_id
+    WHERE q.run_no = :run_no AND q.dropped_at IS NULL
+      AND (CAST(:activation_id AS text) IS NULL OR q.activation_id = :activation_id)
+    ORDER BY q.activation_id, q.worker_id
+""")
+
+END_ACTIVATION = text("""
+    UPDATE activations SET state = :state, reason = :reason, ended_at = clock_timestamp()
+    WHERE run_no = :run_no AND activation_id = :activation_id AND state = 'open'
+""")
+
+LEAVE_ACTIVATION = text("""
+    UPDATE activation_workers q SET dropped_at = clock_timestamp(), dropped_reason = :reason
+    FROM activations a
+    WHERE q.run_no = :run_no AND q.worker_id = :worker_id AND q.dropped_at IS NULL
+      AND a.run_no = q.run_no AND a.activation_id = q.activation_id AND a.state = 'open'
+    RETURNING q.activation_id
+""")
+
+OVERDUE_ACTIVATIONS = text("""
+    SELECT r.run_id FROM activations a JOIN runs r USING (run_no)
+    WHERE a.state = 'open' AND a.deadline_at <= clock_timestamp()
+""")

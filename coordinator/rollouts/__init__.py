@@ -1,0 +1,1 @@
+"""Rollouts: arrival, rewards, groups, and every change of state."""

@@ -1,0 +1,315 @@
+"""Arrival: a batch of rollouts is checked item by item, judged by the gates, and stored."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from coordinator.errors import Refusal
+from coordinator.operations.access import Caller
+from coordinator.rollouts import groups, queries
+from coordinator.rules.identity import (
+    Fault,
+    canonical_log_probs,
+    check_evidence,
+    check_spans,
+    content_hash,
+)
+from coordinator.runs.service import Run, get_run
+from coordinator.wire.columns import (
+    RolloutColumns,
+    decode_rollouts,
+    ragged,
+    rollout_columns,
+    validation_fault,
+)
+from coordinator.wire.rollouts import ArrivalAnswer, ArrivalVerdict, Rollout, RolloutBatch, RolloutIdentity
+
+log = logging.getLogger("coordinator.arrival")
+
+LARGEST_BATCH = 4096
+
+
+@dataclass(frozen=True)
+class Item:
+    """One rollout that is whole and fits its run, ready to be judged and stored."""
+
+    place: int
+    identity: RolloutIdentity
+    content_hash: bytes
+    token_ids: bytes
+    action_mask: bytes
+    behavior_log_probs: bytes
+    action_tokens: int
+    span_acts: tuple[bool, ...]
+    flags: str
+
+
+def decode_json(body: bytes) -> RolloutColumns:
+    """The columns of a JSON body. An item of the wrong shape becomes a Fault; a wrong body refuses the call."""
+    try:
+        return rollout_columns(RolloutBatch.model_validate_json(body).rollouts)
+    except ValidationError as whole:
+        try:
+            items = json.loads(body)["rollouts"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            items = None
+        if not isinstance(items, list) or not 1 <= len(items) <= LARGEST_BATCH:
+            fault = validation_fault(whole)
+            raise Refusal("invalid_request", fault.detail, field=fault.field) from whole
+    rollouts: list[Rollout] = []
+    faults: dict[int, tuple[Fault, str | None]] = {}
+    for place, item in enumerate(items):
+        try:
+            rollouts.append(Rollout.model_validate(item))
+        except ValidationError as error:
+            named = item.get("rollout_id") if isinstance(item, dict) else None
+            faults[place] = (validation_fault(error), named if isinstance(named, str) else None)
+    good = rollout_columns(rollouts)
+    rows = iter(range(len(good)))
+    order = [None if place in faults else next(rows) for place in range(len(items))]
+    empty = np.empty(0)
+    return RolloutColumns(
+        [faults[p][0] if row is None else good.identities[row] for p, row in enumerate(order)],
+        [faults[p][1] if row is None else good.ids[row] for p, row in enumerate(order)],
+        ragged([empty if row is None else good.token_ids[row] for row in order], np.int64),
+        ragged([empty if row is None else good.action_mask[row] for row in order], np.bool_),
+        ragged([empty if row is None else good.behavior_log_probs[row] for row in order], np.float32),
+    )
+
+
+def decode_arrow(body: bytes) -> RolloutColumns:
+    """The columns of an Arrow stream."""
+    columns = decode_rollouts(body)
+    if not 1 <= len(columns) <= LARGEST_BATCH:
+        raise Refusal("invalid_request", f"a batch holds 1 to {LARGEST_BATCH} rollouts, not {len(columns)}")
+    return columns
+
+
+def examine(columns: RolloutColumns, run: Run, caller: Caller) -> tuple[list[Item], dict[int, Fault]]:
+    """Sorts a batch into items that may be stored and faults, by place. Blocks: run it in a thread."""
+    faults: dict[int, Fault] = {}
+    whole: list[int] = []
+    for place, identity in enumerate(columns.identities):
+        fault = identity if isinstance(identity, Fault) else _outside_run(identity, run, caller)
+        lengths = {len(c[place]) for c in (columns.token_ids, columns.action_mask, columns.behavior_log_probs)}
+        if fault is None and len(lengths) > 1:
+            fault = Fault(
+                "lengths_differ",
+                "token_ids",
+                f"token_ids has {len(columns.token_ids[place])} entries, action_mask "
+                f"{len(columns.action_mask[place])}, behavior_log_probs {len(columns.behavior_log_probs[place])}",
+            )
+        if fault is None:
+            whole.append(place)
+        else:
+            faults[place] = fault
+
+    every = len(whole) == len(columns)
+    token_ids = columns.token_ids if every else columns.token_ids.take(whole)
+    mask = columns.action_mask if every else columns.action_mask.take(whole)
+    log_probs = columns.behavior_log_probs if every else columns.behavior_log_probs.take(whole)
+    evidence_faults, facts = check_evidence(
+        token_ids.values, mask.values, log_probs.values, token_ids.offsets, run.vocab_size
+    )
+    canonical = canonical_log_probs(log_probs.values, mask.values)
+    items: list[Item] = []
+    for row, place in enumerate(whole):
+        identity = columns.identities[place]
+        assert not isinstance(identity, Fault)
+        spans = identity.spans
+        found = evidence_faults.get(row) or check_spans(
+            [s.start for s in spans],
+            [s.end for s in spans],
+            mask[row],
+            int(facts.first_action[row]),
+            int(facts.last_action[row]),
+        )
+        if found is not None:
+            faults[place] = found
+            continue
+        start, end = token_ids.offsets[row], token_ids.offsets[row + 1]
+        ids, marks = token_ids[row].astype("<i4"), mask[row]
+        items.append(
+            Item(
+                place,
+                identity,
+                content_hash(identity.model_dump(mode="json"), ids, marks, canonical[start:end]),
+                ids.tobytes(),
+                marks.astype(np.uint8).tobytes(),
+                log_probs[row].astype("<f4").tobytes(),
+                int(facts.action_tokens[row]),
+                tuple(len(spans) == 1 or bool(marks[s.start : s.end].any()) for s in spans),
+                "zero_tail" if facts.zero_tail[row] else "",
+            )
+        )
+    return items, faults
+
+
+def _outside_run(identity: RolloutIdentity, run: Run, caller: Caller) -> Fault | None:
+    """Why an identity, whole in itself, does not belong into this run."""
+    if caller.role == "worker" and caller.worker_id != identity.worker_id:
+        return Fault("wrong_worker", "worker_id", f"the token is bound to worker {caller.worker_id}")
+    if identity.contract != run.contract:
+        ours, theirs = run.contract.model_dump(), identity.contract.model_dump()
+        field = next(name for name in ours if ours[name] != theirs[name])
+        return Fault(
+            "contract_mismatch",
+            f"contract.{field}",
+            f"contract.{field} is {theirs[field]}, the run's is {ours[field]}",
+        )
+    size = run.settings.group_size
+    if size is not None and identity.sample_index >= size:
+        return Fault(
+            "sample_index_out_of_range",
+            "sample_index",
+            f"sample_index {identity.sample_index} of a group of {size}",
+        )
+    if identity.attempt >= run.settings.max_attempts:
+        return Fault(
+            "attempt_out_of_range",
+            "attempt",
+            f"attempt {identity.attempt}, but a member has {run.settings.max_attempts}, counted from 0",
+        )
+    return None
+
+
+async def take_in(
+    connection: AsyncConnection,
+    run_id: str,
+    items: list[Item],
+    faults: dict[int, Fault],
+    ids: list[str | None],
+    caller: Caller,
+) -> ArrivalAnswer:
+    """Stores what may be stored and answers one verdict for each item, in the order sent."""
+    run = await get_run(connection, run_id)
+    verdicts: dict[int, ArrivalVerdict] = {
+        place: ArrivalVerdict(rollout_id=ids[place], verdict="rejected", reason=fault.code, detail=fault.detail)
+        for place, fault in faults.items()
+    }
+    for place, fault in faults.items():
+        log.info("run %s: rejected %s from %s: %s", run_id, ids[place], caller.actor, fault.detail)
+    first, repeats = _first_of_each(items)
+    if first:
+        verdicts |= await _store(connection, run, first, caller)
+    for item, other in repeats:
+        same = item.content_hash == other.content_hash and (item.identity.rollout_id == other.identity.rollout_id)
+        before = verdicts[other.place]
+        verdicts[item.place] = ArrivalVerdict(
+            rollout_id=item.identity.rollout_id,
+            verdict="duplicate" if same and before.verdict != "conflict" else "conflict",
+            state=before.state if same else None,
+            revision=before.revision if same else None,
+        )
+    return ArrivalAnswer(verdicts=[verdicts[place] for place in range(len(ids))])
+
+
+def _first_of_each(items: Iterable[Item]) -> tuple[list[Item], list[tuple[Item, Item]]]:
+    """Within one batch the first of a rollout_id, or of a (group, sample, attempt), wins over later ones."""
+    first: list[Item] = []
+    repeats: list[tuple[Item, Item]] = []
+    seen: dict[Any, Item] = {}
+    for item in items:
+        i = item.identity
+        keys = (i.rollout_id, (i.group_id, i.sample_index, i.attempt))
+        earlier = next((seen[key] for key in keys if key in seen), None)
+        if earlier is not None:
+            repeats.append((item, earlier))
+            continue
+        seen.update(dict.fromkeys(keys, item))
+        first.append(item)
+    return first, repeats
+
+
+async def _store(connection: AsyncConnection, run: Run, items: list[Item], caller: Caller) -> dict[int, ArrivalVerdict]:
+    group_ids = sorted({getattr(item.identity, run.group_column) for item in items})
+    await groups.claim(connection, run, group_ids)
+    spans = [
+        (n, span, acts)
+        for n, item in enumerate(items, start=1)
+        for span, acts in zip(item.identity.spans, item.span_acts, strict=True)
+    ]
+    rows = await connection.execute(
+        queries.for_run(queries.ARRIVE, run.group_column),
+        {
+            "run_no": run.run_no,
+            "actor": caller.actor,
+            "gate_lag": run.settings.lag_gate == "enforce",
+            "max_lag": run.settings.max_lag,
+            "stale_to": run.settings.stale_to,
+            **{
+                name: [getattr(item.identity, name) for item in items]
+                for name in (
+                    "rollout_id", "task_id", "task_source", "group_id", "sample_index", "attempt", "worker_id",
+                    "incarnation", "span_source",
+                )
+            },
+            "generation": [item.identity.generation.model_dump_json(exclude_none=True) for item in items],
+            **{
+                name: [getattr(item, name) for item in items]
+                for name in (
+                    "flags", "action_tokens", "content_hash", "token_ids", "action_mask", "behavior_log_probs",
+                )
+            },
+            "span_item": [n for n, _, _ in spans],
+            "span_version": [span.version for _, span, _ in spans],
+            "span_hash": [span.artifact_hash for _, span, _ in spans],
+            "span_start": [span.start for _, span, _ in spans],
+            "span_end": [span.end for _, span, _ in spans],
+            "span_acts": [acts for _, _, acts in spans],
+        },
+    )  # fmt: skip
+    placed = {row.rollout_id: row for row in rows}
+    left_out = [item for item in items if item.identity.rollout_id not in placed]
+    found = {}
+    if left_out:
+        rows = await connection.execute(
+            queries.FIND_ROLLOUTS,
+            {"run_no": run.run_no, "rollout_ids": [item.identity.rollout_id for item in left_out]},
+        )
+        found = {row.rollout_id: row for row in rows}
+        await connection.execute(
+            queries.for_run(queries.DROP_EMPTY_GROUPS, run.group_column),
+            {"run_no": run.run_no, "group_ids": group_ids},
+        )
+    if placed:
+        await groups.refresh(connection, run, group_ids, caller.actor)
+    verdicts: dict[int, ArrivalVerdict] = {}
+    for item in items:
+        rollout_id = item.identity.rollout_id
+        row = placed.get(rollout_id)
+        if row is not None:
+            verdict = ArrivalVerdict(
+                rollout_id=rollout_id,
+                verdict="accepted",
+                state=row.state,
+                revision=row.revision,
+                reason=row.reason,
+            )
+        else:
+            row = found.get(rollout_id)
+            if row is not None and row.content_hash == item.content_hash:
+                verdict = ArrivalVerdict(
+                    rollout_id=rollout_id,
+                    verdict="duplicate",
+                    state=row.state,
+                    revision=row.revision,
+                    reason=row.reason,
+                )
+            else:
+                detail = (
+                    "this rollout_id is taken by other content"
+                    if row is not None
+                    else "another rollout has this group_id, sample_index and attempt"
+                )
+                verdict = ArrivalVerdict(rollout_id=rollout_id, verdict="conflict", detail=detail)
+        verdicts[item.place] = verdict
+    return verdicts

@@ -1,0 +1,326 @@
+"""Every statement about rollouts, their rewards and their groups.
+
+Whatever changes a rollout locks its group first, groups in the order of their ids; so a statement that runs
+after `LOCK_GROUPS` sees all members as they are. `{group}` is the rollout column that names the group.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from sqlalchemy import TextClause, text
+
+from coordinator.rules.lifecycle import sources
+
+
+def _states(event: str) -> str:
+    return "(" + ", ".join(f"'{state}'" for state in sources(event)) + ")"
+
+
+CLAIM_GROUPS = text("""
+    INSERT INTO groups (run_no, group_id, deadline_at)
+    SELECT :run_no, id, clock_timestamp() + make_interval(secs => :deadline_seconds)
+    FROM unnest(CAST(:group_ids AS text[])) AS id
+    ORDER BY id
+    ON CONFLICT DO NOTHING
+""")
+
+LOCK_GROUPS = text("""
+    SELECT group_id FROM groups
+    WHERE run_no = :run_no AND group_id = ANY(CAST(:group_ids AS text[]))
+    ORDER BY group_id FOR UPDATE
+""")
+
+DROP_EMPTY_GROUPS = """
+    DELETE FROM groups g
+    WHERE g.run_no = :run_no AND g.group_id = ANY(CAST(:group_ids AS text[]))
+      AND NOT EXISTS (SELECT FROM rollouts r WHERE r.run_no = g.run_no AND r.{group} = g.group_id)
+"""
+
+# Judges each item against the active version and stores it: revision 0 is the arrival; a gate that refuses is
+# revision 1 in the same statement. Items are unique by rollout_id and by (group_id, sample_index, attempt).
+ARRIVE = """
+    WITH item AS (
+        SELECT * FROM unnest(
+            CAST(:rollout_id AS text[]), CAST(:task_id AS text[]), CAST(:task_source AS text[]),
+            CAST(:group_id AS text[]), CAST(:sample_index AS int[]), CAST(:attempt AS int[]),
+            CAST(:worker_id AS text[]), CAST(:incarnation AS text[]), CAST(:span_source AS text[]),
+            CAST(:generation AS text[]), CAST(:flags AS text[]), CAST(:action_tokens AS int[]),
+            CAST(:content_hash AS bytea[]), CAST(:token_ids AS bytea[]), CAST(:action_mask AS bytea[]),
+            CAST(:behavior_log_probs AS bytea[])
+        ) WITH ORDINALITY AS i (
+            rollout_id, task_id, task_source, group_id, sample_index, attempt, worker_id, incarnation, span_source,
+            generation, flags, action_tokens, content_hash, token_ids, action_mask, behavior_log_probs, item)
+    ), span AS (
+        SELECT * FROM unnest(
+            CAST(:span_item AS int[]), CAST(:span_version AS int[]), CAST(:span_hash AS text[]),
+            CAST(:span_start AS int[]), CAST(:span_end AS int[]), CAST(:span_acts AS bool[])
+        ) AS s (item, version, artifact_hash, start_at, end_at, acts)
+    ), pointer AS (
+        SELECT v.version, v.lag_clock
+        FROM runs r JOIN policy_versions v ON v.run_no = r.run_no AND v.version = r.active_version
+        WHERE r.run_no = :run_no
+    ), judged AS (
+        SELECT i.item,
+            bool_or(v.version IS NULL) AS policy_unknown,
+            bool_or(v.artifact_hash IS DISTINCT FROM s.artifact_hash) AS policy_identity_conflict,
+            bool_or(v.state = 'withdrawn') AS policy_withdrawn,
+            bool_or(a.version IS NULL) AS worker_not_acked,
+            bool_or(v.state = 'abandoned') AS candidate_not_activated,
+            array_agg(DISTINCT s.version) AS versions,
+            min(v.lag_clock) FILTER (WHERE s.acts) AS oldest_clock,
+            max(v.lag_clock) FILTER (WHERE s.acts) AS newest_clock,
+            (array_agg(s.version ORDER BY v.lag_clock DESC NULLS LAST, s.version DESC) FILTER (WHERE s.acts))[1]
+                AS newest_version,
+            array_agg(s.version ORDER BY s.start_at) AS span_versions,
+            array_agg(s.artifact_hash ORDER BY s.start_at) AS span_hashes,
+            array_agg(s.start_at ORDER BY s.start_at) AS span_starts,
+            array_agg(s.end_at ORDER BY s.start_at) AS span_ends
+        FROM item i JOIN span s USING (item)
+        LEFT JOIN policy_versions v ON v.run_no = :run_no AND v.version = s.version
+        LEFT JOIN acks a ON a.run_no = :run_no AND a.worker_id = i.worker_id AND a.incarnation = i.incarnation
+            AND a.version = s.version AND a.matching
+        GROUP BY i.item
+    ), gated AS (
+        SELECT i.*, j.versions, j.oldest_clock, j.newest_clock, j.newest_version,
+            j.span_versions, j.span_hashes, j.span_starts, j.span_ends,
+            CASE
+                WHEN j.policy_unknown THEN 'policy_unknown'
+                WHEN j.policy_identity_conflict THEN 'policy_identity_conflict'
+                WHEN j.policy_withdrawn THEN 'policy_withdrawn'
+                WHEN j.worker_not_acked THEN 'worker_not_acked'
+                WHEN j.candidate_not_activated THEN 'candidate_not_activated'
+                WHEN j.newest_clock > p.lag_clock AND NOT EXISTS (
+                    SELECT FROM activations c
+                    WHERE c.run_no = :run_no AND c.version = j.newest_version AND c.state = 'open'
+                ) THEN 'future_policy'
+                WHEN :gate_lag AND p.lag_clock - j.oldest_clock > :max_lag THEN 'stale_policy'
+                WHEN g.state = 'spent' THEN 'group_spent'
+                WHEN g.state = 'refused' THEN 'group_refused'
+            END AS reason
+        FROM item i JOIN judged j USING (item) CROSS JOIN pointer p
+        JOIN groups g ON g.run_no = :run_no AND g.group_id = i.{group}
+    ), decided AS (
+        SELECT *, CASE
+            WHEN reason IS NULL THEN 'generated'
+            WHEN reason = 'stale_policy' THEN :stale_to
+            WHEN reason IN ('group_spent', 'group_refused') THEN 'offline'
+            ELSE 'quarantined'
+        END AS state
+        FROM gated
+    ), placed AS (
+        INSERT INTO rollouts (run_no, rollout_id, group_id, sample_index, attempt, state, revision, reason, worker_id,
+                              incarnation, versions, oldest_clock, newest_clock, newest_version, content_hash)
+        SELECT :run_no, rollout_id, group_id, sample_index, attempt, state, CASE WHEN reason IS NULL THEN 0 ELSE 1 END,
+               reason, worker_id, incarnation, versions, oldest_clock, newest_clock, newest_version, content_hash
+        FROM decided ORDER BY rollout_id
+        ON CONFLICT DO NOTHING
+        RETURNING rollout_id, state, revision, reason
+    ), evidence AS (
+        INSERT INTO rollout_evidence (run_no, rollout_id, task_id, task_source, span_versions, span_hashes, span_starts,
+                                      span_ends, span_source, generation, flags, action_tokens, token_ids, action_mask,
+                                      behavior_log_probs)
+        SELECT :run_no, rollout_id, task_id, task_source, span_versions, span_hashes, span_starts, span_ends,
+               span_source, CAST(generation AS jsonb), string_to_array(flags, ','), action_tokens, token_ids,
+               action_mask, behavior_log_probs
+        FROM decided JOIN placed USING (rollout_id)
+    ), audit AS (
+        INSERT INTO rollout_audit (run_no, rollout_id, revision, event, from_state, to_state, reason, actor)
+        SELECT :run_no, rollout_id, 0, 'arrive', NULL, 'generated', NULL, :actor FROM placed
+        UNION ALL
+        SELECT :run_no, rollout_id, 1, CASE state WHEN 'offline' THEN 'set_aside' ELSE 'quarantine' END, 'generated',
+               state, reason, :actor
+        FROM placed WHERE reason IS NOT NULL
+    ), redeemed AS (
+        DELETE FROM tickets t USING (SELECT DISTINCT i.{group} AS group_id FROM item i JOIN placed USING (rollout_id)) g
+        WHERE t.run_no = :run_no AND t.group_id = g.group_id
+    )
+    SELECT rollout_id, state, revision, reason FROM placed
+"""
+
+FIND_ROLLOUTS = text("""
+    SELECT rollout_id, group_id, state, revision, reason, content_hash FROM rollouts
+    WHERE run_no = :run_no AND rollout_id = ANY(CAST(:rollout_ids AS text[]))
+""")
+
+CLAIM_RULESETS = text("""
+    INSERT INTO rulesets (run_no, ruleset_id, ruleset_hash)
+    SELECT :run_no, * FROM unnest(CAST(:ids AS text[]), CAST(:hashes AS text[])) AS r (id, hash)
+    ORDER BY id, hash
+    ON CONFLICT DO NOTHING
+""")
+
+FIND_RULESETS = text("""
+    SELECT ruleset_no, ruleset_id, ruleset_hash FROM rulesets
+    WHERE run_no = :run_no AND ruleset_id = ANY(CAST(:ids AS text[]))
+""")
+
+# Stores rewards, at most one for each rollout. The group's first good reward pins its ruleset. A timeout or an
+# error is a recorded failure and never a value.
+REWARD = f"""
+    WITH item AS (
+        SELECT * FROM unnest(
+            CAST(:rollout_id AS text[]), CAST(:status AS text[]), CAST(:value AS float8[]),
+            CAST(:components AS text[]), CAST(:ruleset_no AS int[]), CAST(:message AS text[])
+        ) WITH ORDINALITY AS i (rollout_id, status, value, components, ruleset_no, message, item)
+    ), facts AS (
+        SELECT i.*, r.state, r.revision, r.reason, r.reward AS stored_value, r.reward_status AS stored_status,
+            r.ruleset_no AS stored_ruleset, r.{{group}} AS group_key, g.ruleset_no AS pinned,
+            (SELECT w.components FROM rewards w WHERE w.run_no = :run_no AND w.rollout_id = i.rollout_id
+             ORDER BY w.reward_no DESC LIMIT 1) AS stored_components
+        FROM item i
+        LEFT JOIN rollouts r ON r.run_no = :run_no AND r.rollout_id = i.rollout_id
+        LEFT JOIN groups g ON g.run_no = :run_no AND g.group_id = r.{{group}}
+    ), pin AS (
+        SELECT DISTINCT ON (group_key) group_key, ruleset_no FROM facts
+        WHERE group_key IS NOT NULL AND pinned IS NULL AND status = 'ok' AND stored_status IS DISTINCT FROM 'ok'
+          AND state <> 'generation_failed'
+        ORDER BY group_key, item
+    ), decided AS (
+        SELECT f.*, CASE
+            WHEN f.state IS NULL THEN 'missing_rollout'
+            WHEN f.state = 'generation_failed' THEN 'rejected'
+            WHEN f.status <> 'ok' THEN 'recorded_failure'
+            WHEN f.stored_status = 'ok' THEN CASE
+                WHEN f.value = f.stored_value AND f.ruleset_no = f.stored_ruleset
+                    AND CAST(f.components AS jsonb) IS NOT DISTINCT FROM f.stored_components THEN 'duplicate'
+                ELSE 'conflict' END
+            WHEN f.ruleset_no <> COALESCE(f.pinned, p.ruleset_no) THEN 'ruleset_conflict'
+            ELSE 'stored'
+        END AS verdict
+        FROM facts f LEFT JOIN pin p USING (group_key)
+    ), moves AS (
+        SELECT *, CASE
+            WHEN verdict = 'stored' AND state IN {_states("reward_ready")} THEN 'rewarded'
+            WHEN verdict = 'recorded_failure' AND state IN {_states("reward_fail")} THEN 'reward_failed'
+        END AS next_state
+        FROM decided
+    ), moved AS (
+        UPDATE rollouts r SET
+            state = COALESCE(m.next_state, r.state),
+            revision = r.revision + CASE WHEN m.next_state IS NULL THEN 0 ELSE 1 END,
+            reward = CASE WHEN m.verdict = 'stored' THEN m.value ELSE r.reward END,
+            reward_status = CASE WHEN m.verdict = 'stored' OR r.reward_status IS DISTINCT FROM 'ok'
+                                 THEN m.status ELSE r.reward_status END,
+            ruleset_no = CASE WHEN m.verdict = 'stored' THEN m.ruleset_no ELSE r.ruleset_no END
+        FROM moves m
+        WHERE r.run_no = :run_no AND r.rollout_id = m.rollout_id AND r.revision = m.revision
+          AND m.verdict IN ('stored', 'recorded_failure')
+        RETURNING r.rollout_id, r.state, r.revision
+    ), audit AS (
+        INSERT INTO rollout_audit (run_no, rollout_id, revision, event, from_state, to_state, reason, actor)
+        SELECT :run_no, m.rollout_id, m.revision + 1,
+               CASE m.next_state WHEN 'rewarded' THEN 'reward_ready' ELSE 'reward_fail' END, m.state, m.next_state,
+               CASE WHEN m.next_state = 'reward_failed' THEN 'reward_' || m.status END, :actor
+        FROM moves m JOIN moved USING (rollout_id) WHERE m.next_state IS NOT NULL
+    ), kept AS (
+        INSERT INTO rewards (run_no, rollout_id, value, components, ruleset_no, actor)
+        SELECT :run_no, m.rollout_id, m.value, CAST(m.components AS jsonb), m.ruleset_no, :actor
+        FROM moves m JOIN moved USING (rollout_id) WHERE m.verdict = 'stored'
+    ), failed AS (
+        INSERT INTO failures (run_no, stage, kind, message, actor, rollout_id)
+        SELECT :run_no, 'reward', m.status, COALESCE(m.message, 'reward ' || m.status), :actor, m.rollout_id
+        FROM moves m JOIN moved USING (rollout_id) WHERE m.verdict = 'recorded_failure'
+    ), pinned AS (
+        UPDATE groups g SET ruleset_no = p.ruleset_no FROM pin p
+        WHERE g.run_no = :run_no AND g.group_id = p.group_key AND g.ruleset_no IS NULL
+    )
+    SELECT m.item, m.verdict, COALESCE(moved.state, m.state) AS state, COALESCE(moved.revision, m.revision) AS revision,
+           m.stored_value
+    FROM moves m LEFT JOIN moved USING (rollout_id) ORDER BY m.item
+"""
+
+# Counts the members of groups anew after some of them changed, and refuses the groups that can no longer have
+# enough usable ones: what is left of those goes offline. A member (one sample_index) may have several attempts.
+REFRESH_GROUPS = f"""
+    WITH member AS (
+        SELECT g.group_id, r.sample_index,
+            bool_or(r.state IN ('rewarded', 'reserved', 'consumed')) AS usable,
+            bool_or(r.state = 'generated' OR (r.state IN ('reward_failed', 'generation_failed')
+                                              AND r.attempt + 1 < :max_attempts)) AS pending,
+            count(*) FILTER (WHERE r.state = 'rewarded') AS rewarded,
+            min(r.oldest_clock) FILTER (WHERE r.state = 'rewarded') AS oldest_clock,
+            max(r.oldest_clock) FILTER (WHERE r.state = 'rewarded') AS freshest_clock,
+            max(r.newest_clock) FILTER (WHERE r.state = 'rewarded') AS newest_clock
+        FROM groups g JOIN rollouts r ON r.run_no = g.run_no AND r.{{group}} = g.group_id
+        WHERE g.run_no = :run_no AND g.group_id = ANY(CAST(:group_ids AS text[]))
+        GROUP BY g.group_id, r.sample_index
+    ), counted AS (
+        SELECT group_id,
+            CAST(sum(rewarded) AS int) AS rewarded,
+            count(*) FILTER (WHERE usable OR NOT pending) >= :group_size AS settled,
+            count(*) FILTER (WHERE NOT usable AND NOT pending) > :group_size - CAST(:usable_needed AS int) AS hopeless,
+            min(oldest_clock) AS oldest_clock, max(freshest_clock) AS freshest_clock, max(newest_clock) AS newest_clock
+        FROM member GROUP BY group_id
+    ), counted_groups AS (
+        UPDATE groups g SET
+            state = CASE WHEN g.state = 'open' AND c.hopeless THEN 'refused' ELSE g.state END,
+            rewarded = CASE WHEN g.state = 'open' AND c.hopeless THEN 0 ELSE c.rewarded END,
+            settled = c.settled, oldest_clock = c.oldest_clock, freshest_clock = c.freshest_clock,
+            newest_clock = c.newest_clock
+        FROM counted c WHERE g.run_no = :run_no AND g.group_id = c.group_id
+        RETURNING g.group_id, g.state
+    ), fallen AS (
+        SELECT r.rollout_id, r.state, r.revision
+        FROM counted_groups g JOIN rollouts r ON r.run_no = :run_no AND r.{{group}} = g.group_id
+        WHERE g.state = 'refused' AND r.state IN {_states("set_aside")} AND r.state <> 'quarantined'
+    ), moved AS (
+        UPDATE rollouts r SET state = 'offline', reason = 'group_refused', revision = f.revision + 1
+        FROM fallen f WHERE r.run_no = :run_no AND r.rollout_id = f.rollout_id AND r.revision = f.revision
+        RETURNING r.rollout_id, r.revision
+    ), audit AS (
+        INSERT INTO rollout_audit (run_no, rollout_id, revision, event, from_state, to_state, reason, actor, update_id)
+        SELECT :run_no, m.rollout_id, m.revision, 'set_aside', f.state, 'offline', 'group_refused', :actor, :update_id
+        FROM moved m JOIN fallen f USING (rollout_id)
+    )
+    SELECT rollout_id, revision FROM moved
+"""
+
+# Quarantines what no update holds of these rollouts.
+QUARANTINE = f"""
+    WITH target AS (
+        SELECT r.rollout_id, r.state, r.revision FROM rollouts r
+        WHERE r.run_no = :run_no AND r.rollout_id = ANY(CAST(:rollout_ids AS text[]))
+          AND r.state IN {_states("quarantine")} AND r.state <> 'reserved'
+    ), moved AS (
+        UPDATE rollouts r SET state = 'quarantined', reason = :reason, revision = t.revision + 1
+        FROM target t WHERE r.run_no = :run_no AND r.rollout_id = t.rollout_id AND r.revision = t.revision
+        RETURNING r.rollout_id, r.revision
+    )
+    INSERT INTO rollout_audit (run_no, rollout_id, revision, event, from_state, to_state, reason, actor)
+    SELECT :run_no, m.rollout_id, m.revision, 'quarantine', t.state, 'quarantined', :reason, :actor
+    FROM moved m JOIN target t USING (rollout_id)
+"""
+
+UNCONSUMED_OF_VERSION = """
+    SELECT rollout_id, {group} AS group_id FROM rollouts
+    WHERE run_no = :run_no AND newest_version = :version AND state IN ('generated', 'rewarded', 'reward_failed')
+"""
+
+LIST_ROLLOUTS = """
+    SELECT r.rollout_id, e.task_id, e.task_source, r.group_id, r.sample_index, r.attempt, r.state, r.revision, r.reason,
+           r.update_id, r.worker_id, r.incarnation, e.span_versions, e.span_hashes, e.span_starts, e.span_ends,
+           octet_length(e.action_mask) AS tokens, e.action_tokens, r.reward, r.reward_status, s.ruleset_id,
+           encode(r.content_hash, 'hex') AS content_hash, e.flags, r.arrived_at
+    FROM rollouts r
+    JOIN rollout_evidence e USING (run_no, rollout_id)
+    LEFT JOIN rulesets s USING (run_no, ruleset_no)
+    WHERE r.run_no = :run_no {conditions}
+    ORDER BY r.rollout_id LIMIT :limit
+"""
+
+GET_HISTORY = text("""
+    SELECT revision, event, from_state, to_state, reason, actor, update_id, lag, drift, max_lag, max_drift, at
+    FROM rollout_audit WHERE run_no = :run_no AND rollout_id = :rollout_id ORDER BY revision
+""")
+
+GET_EVIDENCE = text("""
+    SELECT rollout_id, token_ids, action_mask, behavior_log_probs FROM rollout_evidence
+    WHERE run_no = :run_no AND rollout_id = ANY(CAST(:rollout_ids AS text[]))
+""")
+
+
+@lru_cache(maxsize=64)
+def for_run(statement: str, group_column: str) -> TextClause:
+    """The statement for a run whose rollouts name their group in this column."""
+    return text(statement.replace("{group}", group_column))

@@ -1,0 +1,1 @@
+"""Runs: one experiment, one line of policy versions, one admission rule."""

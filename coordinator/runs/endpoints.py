@@ -1,0 +1,62 @@
+"""The addresses of runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Response, status
+
+from coordinator.errors import refusals
+from coordinator.operations.access import Admin, Anyone, DatabaseHere
+from coordinator.runs import service
+from coordinator.wire.runs import CreateRun, FailureList, Journal, RunCounts, RunList, RunView
+
+router = APIRouter(prefix="/v1/runs", tags=["runs"])
+
+After = Annotated[int, Query(ge=0, le=2**62, description="continue after this number")]
+Limit = Annotated[int, Query(ge=1, le=1000)]
+
+
+@router.post("", status_code=status.HTTP_201_CREATED, responses=refusals("run_conflict"))
+async def create_run(body: CreateRun, caller: Admin, database: DatabaseHere, response: Response) -> RunView:
+    """Create a run with its admission rule, generation contract and first policy version.
+
+    The same call again answers 200 and changes nothing.
+    """
+    view, new = await database.transaction(service.create_run, body, caller)
+    response.status_code = status.HTTP_201_CREATED if new else status.HTTP_200_OK
+    return view
+
+
+@router.get("", responses=refusals())
+async def list_runs(caller: Anyone, database: DatabaseHere) -> RunList:
+    """List the runs that the token may see."""
+    return await database.transaction(service.list_runs, caller)
+
+
+@router.get("/{run_id}", responses=refusals("run_unknown"))
+async def get_run(run_id: str, caller: Anyone, database: DatabaseHere) -> RunView:
+    """Show a run: its settings, its contract, the active policy version and the last commit."""
+    return (await database.transaction(service.get_run, run_id)).view()
+
+
+@router.get("/{run_id}/counts", responses=refusals("run_unknown"))
+async def count_rollouts(run_id: str, caller: Anyone, database: DatabaseHere) -> RunCounts:
+    """Count the run's rollouts by state."""
+    return await database.transaction(service.count_rollouts, run_id)
+
+
+@router.get("/{run_id}/journal", responses=refusals("run_unknown"))
+async def get_journal(
+    run_id: str, caller: Anyone, database: DatabaseHere, after: After = 0, limit: Limit = 500
+) -> Journal:
+    """Read the run's journal: policies, workers, activations and updates, numbered without holes."""
+    return await database.transaction(service.get_journal, run_id, after, limit)
+
+
+@router.get("/{run_id}/failures", responses=refusals("run_unknown"))
+async def get_failures(
+    run_id: str, caller: Anyone, database: DatabaseHere, after: After = 0, limit: Limit = 500
+) -> FailureList:
+    """Read the failures recorded for the run, by stage."""
+    return await database.transaction(service.get_failures, run_id, after, limit)

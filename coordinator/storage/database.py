@@ -1,0 +1,99 @@
+"""The engine and the one way to run a transaction."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Concatenate, ParamSpec, TypeVar
+
+from sqlalchemy import text
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+SERIALIZATION_FAILURE, DEADLOCK = "40001", "40P01"
+ATTEMPTS = 6
+
+SESSION = {
+    "application_name": "coordinator",
+    "timezone": "UTC",
+    # A generic plan that was made while a table was empty stays slow for ever; see docs on plans.
+    "plan_cache_mode": "force_custom_plan",
+    "statement_timeout": "60000",
+    "lock_timeout": "30000",
+    "idle_in_transaction_session_timeout": "60000",
+}
+
+
+class DatabaseError(RuntimeError):
+    """The database is not fit to be used; the message says why and what to do."""
+
+
+class Database:
+    """A pool of connections to one Postgres."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.engine = engine
+
+    async def transaction(
+        self, work: Callable[Concatenate[AsyncConnection, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Runs `work(connection, ...)` in one transaction; it commits when `work` returns.
+
+        A deadlock or a serialization failure is tried again, so `work` must have no effect outside of it.
+        """
+        for attempt in range(ATTEMPTS):
+            try:
+                async with self.engine.begin() as connection:
+                    return await work(connection, *args, **kwargs)
+            except DBAPIError as error:
+                state = getattr(error.orig, "sqlstate", None)
+                if state not in (SERIALIZATION_FAILURE, DEADLOCK) or attempt == ATTEMPTS - 1:
+                    raise
+            await asyncio.sleep(random.uniform(0, 0.01 * 2**attempt))
+        raise AssertionError("unreachable")
+
+    async def close(self) -> None:
+        """Closes every connection."""
+        await self.engine.dispose()
+
+
+def async_url(url: str) -> str:
+    """The address as SQLAlchemy wants it for asyncpg, from any of the usual spellings of postgresql://."""
+    parsed = make_url(url)
+    if parsed.get_backend_name() not in ("postgresql", "postgres"):
+        raise DatabaseError(f"DATABASE_URL names {parsed.get_backend_name()}; only postgresql:// is possible")
+    return parsed.set(drivername="postgresql+asyncpg").render_as_string(hide_password=False)
+
+
+def connect(url: str, pool_size: int = 10) -> Database:
+    """A pool for this address. It connects when first used."""
+    engine = create_async_engine(
+        async_url(url),
+        pool_size=pool_size,
+        max_overflow=0,
+        pool_timeout=30,
+        pool_pre_ping=False,
+        pool_recycle=1800,
+        connect_args={"server_settings": SESSION, "timeout": 10},
+    )
+    return Database(engine)
+
+
+async def check_durability(database: Database) -> None:
+    """Refuses a Postgres that acknowledges what a crash could take back."""
+    async with database.engine.connect() as connection:
+        rows = await connection.execute(
+            text("SELECT name, setting FROM pg_settings WHERE name IN ('fsync', 'synchronous_commit')")
+        )
+        settings = {str(row.name): row.setting for row in rows}
+    for name, setting in settings.items():
+        if setting == "off":
+            raise DatabaseError(
+                f"Postgres runs with {name}=off, so that a crash could lose what was acknowledged; "
+                f"set {name}=on and start again"
+            )

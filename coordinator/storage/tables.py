@@ -1,0 +1,422 @@
+"""Every table. Each key begins with the run, so that the tables can be partitioned by it.
+
+Hot rows (`rollouts`, `groups`) are narrow and are updated; evidence, audit and bindings are only ever inserted.
+There is no foreign key from rollouts to parent rows that others lock.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    ARRAY,
+    BigInteger,
+    Boolean,
+    CheckConstraint,
+    Column,
+    DateTime,
+    Double,
+    Identity,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    PrimaryKeyConstraint,
+    Table,
+    Text,
+    UniqueConstraint,
+    func,
+    text,
+)
+from sqlalchemy.dialects.postgresql import JSONB
+
+from coordinator.rules.lifecycle import State
+
+metadata = MetaData(
+    naming_convention={
+        "ix": "%(table_name)s_%(column_0_N_name)s",
+        "uq": "%(table_name)s_%(column_0_N_name)s_key",
+        "ck": "%(table_name)s_%(constraint_name)s",
+        "pk": "%(table_name)s_pkey",
+    }
+)
+
+
+def _one_of(column: str, *values: str) -> str:
+    return f"{column} IN ({', '.join(repr(v) for v in values)})"
+
+
+def _at(name: str, *, nullable: bool = False, now: bool = False) -> Column[object]:
+    default = func.clock_timestamp() if now else None
+    return Column(name, DateTime(timezone=True), nullable=nullable, server_default=default)
+
+
+STATES = tuple(str(state.value) for state in State)
+
+tokens = Table(
+    "tokens",
+    metadata,
+    Column("token_id", Text, primary_key=True),
+    Column("name", Text, nullable=False, unique=True),
+    Column("role", Text, nullable=False),
+    Column("run_id", Text),
+    Column("worker_id", Text),
+    Column("secret_hash", LargeBinary, nullable=False),
+    _at("created_at", now=True),
+    _at("expires_at", nullable=True),
+    _at("revoked_at", nullable=True),
+    CheckConstraint(_one_of("role", "admin", "trainer", "worker", "reward", "viewer"), name="role"),
+    CheckConstraint("(role = 'worker') = (worker_id IS NOT NULL)", name="worker_bound"),
+)
+
+runs = Table(
+    "runs",
+    metadata,
+    Column("run_no", Integer, Identity(always=True), primary_key=True),
+    Column("run_id", Text, nullable=False, unique=True),
+    Column("settings", JSONB, nullable=False),
+    Column("contract", JSONB, nullable=False),
+    Column("contract_hash", Text, nullable=False),
+    Column("vocab_size", Integer, nullable=False),
+    Column("active_version", Integer, nullable=False),
+    Column("commits", Integer, nullable=False, server_default=text("0")),
+    Column("last_commit_no", Integer, nullable=False, server_default=text("0")),
+    Column("event_no", BigInteger, nullable=False, server_default=text("0")),
+    _at("created_at", now=True),
+    CheckConstraint("last_commit_no <= commits", name="line"),
+)
+
+journal = Table(
+    "journal",
+    metadata,
+    Column("run_no", Integer),
+    Column("event_no", BigInteger),
+    Column("event", Text, nullable=False),
+    Column("subject", Text, nullable=False),
+    Column("actor", Text, nullable=False),
+    Column("detail", JSONB, nullable=False),
+    _at("at", now=True),
+    PrimaryKeyConstraint("run_no", "event_no"),
+)
+
+failures = Table(
+    "failures",
+    metadata,
+    Column("run_no", Integer),
+    Column("failure_no", BigInteger, Identity(always=True)),
+    Column("stage", Text, nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("message", Text, nullable=False),
+    Column("actor", Text, nullable=False),
+    Column("rollout_id", Text),
+    Column("update_id", Text),
+    Column("version", Integer),
+    Column("worker_id", Text),
+    _at("at", now=True),
+    PrimaryKeyConstraint("run_no", "failure_no"),
+    CheckConstraint(
+        _one_of("stage", "generation", "reward", "update", "artifact", "distribution", "activation"),
+        name="stage",
+    ),
+)
+
+policy_versions = Table(
+    "policy_versions",
+    metadata,
+    Column("run_no", Integer),
+    Column("version", Integer),
+    Column("artifact_hash", Text, nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("parent_version", Integer),
+    Column("lag_clock", Integer, nullable=False),
+    Column("base_model", JSONB, nullable=False),
+    Column("files", JSONB, nullable=False),
+    Column("updates", ARRAY(Text), nullable=False),
+    _at("prepared_at", now=True),
+    _at("committed_at", nullable=True),
+    _at("activated_at", nullable=True),
+    _at("ended_at", nullable=True),
+    PrimaryKeyConstraint("run_no", "version"),
+    CheckConstraint(
+        _one_of("state", "prepared", "committed", "active", "retired", "abandoned", "withdrawn"), name="state"
+    ),
+    CheckConstraint("state NOT IN ('active', 'retired') OR activated_at IS NOT NULL", name="activated"),
+    CheckConstraint("state = 'prepared' OR committed_at IS NOT NULL OR ended_at IS NOT NULL", name="committed"),
+    Index("policy_versions_one_active", "run_no", unique=True, postgresql_where=text("state = 'active'")),
+)
+
+activations = Table(
+    "activations",
+    metadata,
+    Column("run_no", Integer),
+    Column("activation_id", Text),
+    Column("version", Integer, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("asked_workers", ARRAY(Text)),
+    Column("reason", Text),
+    _at("opened_at", now=True),
+    _at("deadline_at"),
+    _at("ended_at", nullable=True),
+    PrimaryKeyConstraint("run_no", "activation_id"),
+    CheckConstraint(_one_of("state", "waiting", "open", "succeeded", "failed", "given_up", "superseded"), name="state"),
+    CheckConstraint("(state IN ('waiting', 'open')) = (ended_at IS NULL)", name="ended"),
+    Index("activations_one_open", "run_no", unique=True, postgresql_where=text("state = 'open'")),
+)
+
+activation_workers = Table(
+    "activation_workers",
+    metadata,
+    Column("run_no", Integer),
+    Column("activation_id", Text),
+    Column("worker_id", Text),
+    Column("incarnation", Text, nullable=False),
+    _at("dropped_at", nullable=True),
+    Column("dropped_reason", Text),
+    PrimaryKeyConstraint("run_no", "activation_id", "worker_id"),
+)
+
+workers = Table(
+    "workers",
+    metadata,
+    Column("run_no", Integer),
+    Column("worker_id", Text),
+    Column("incarnation", Text, nullable=False),
+    Column("engine", Text, nullable=False),
+    Column("engine_version", Text, nullable=False),
+    Column("draining", Boolean, nullable=False, server_default=text("false")),
+    Column("fenced_reason", Text),
+    Column("suspect_reason", Text),
+    _at("registered_at", now=True),
+    _at("heartbeat_at", now=True),
+    _at("deregistered_at", nullable=True),
+    PrimaryKeyConstraint("run_no", "worker_id"),
+)
+
+incarnations = Table(
+    "incarnations",
+    metadata,
+    Column("run_no", Integer),
+    Column("worker_id", Text),
+    Column("incarnation", Text),
+    _at("registered_at", now=True),
+    PrimaryKeyConstraint("run_no", "worker_id", "incarnation"),
+)
+
+acks = Table(
+    "acks",
+    metadata,
+    Column("run_no", Integer),
+    Column("worker_id", Text),
+    Column("incarnation", Text),
+    Column("version", Integer),
+    Column("artifact_hash", Text, nullable=False),
+    Column("matching", Boolean, nullable=False),
+    Column("detail", Text),
+    Column("digest", Text),
+    Column("caches_reset", ARRAY(Text), nullable=False),
+    Column("activation_id", Text),
+    _at("acked_at", now=True),
+    PrimaryKeyConstraint("run_no", "worker_id", "incarnation", "version"),
+)
+
+rulesets = Table(
+    "rulesets",
+    metadata,
+    Column("run_no", Integer),
+    Column("ruleset_no", Integer, Identity(always=True)),
+    Column("ruleset_id", Text, nullable=False),
+    Column("ruleset_hash", Text, nullable=False),
+    PrimaryKeyConstraint("run_no", "ruleset_no"),
+    UniqueConstraint("run_no", "ruleset_id", "ruleset_hash"),
+)
+
+groups = Table(
+    "groups",
+    metadata,
+    Column("run_no", Integer),
+    Column("group_id", Text),
+    Column("state", Text, nullable=False, server_default=text("'open'")),
+    Column("ruleset_no", Integer),
+    Column("rewarded", Integer, nullable=False, server_default=text("0")),
+    Column("settled", Boolean, nullable=False, server_default=text("false")),
+    Column("oldest_clock", Integer),
+    Column("freshest_clock", Integer),
+    Column("newest_clock", Integer),
+    Column("held_by", Text),
+    _at("held_until", nullable=True),
+    _at("first_arrival_at", now=True),
+    _at("deadline_at"),
+    PrimaryKeyConstraint("run_no", "group_id"),
+    CheckConstraint(_one_of("state", "open", "refused", "spent"), name="state"),
+    Index(
+        "groups_offered",
+        "run_no",
+        "oldest_clock",
+        "first_arrival_at",
+        postgresql_where=text("state = 'open' AND rewarded > 0"),
+    ),
+    postgresql_with={"fillfactor": "70"},
+)
+
+rollouts = Table(
+    "rollouts",
+    metadata,
+    Column("run_no", Integer),
+    Column("rollout_id", Text),
+    Column("group_id", Text, nullable=False),
+    Column("sample_index", Integer, nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("revision", Integer, nullable=False),
+    Column("reason", Text),
+    Column("update_id", Text),
+    Column("worker_id", Text, nullable=False),
+    Column("incarnation", Text, nullable=False),
+    Column("versions", ARRAY(Integer), nullable=False),
+    Column("oldest_clock", Integer),
+    Column("newest_clock", Integer),
+    Column("newest_version", Integer),
+    Column("reward", Double),
+    Column("reward_status", Text),
+    Column("ruleset_no", Integer),
+    Column("content_hash", LargeBinary, nullable=False),
+    _at("arrived_at", now=True),
+    PrimaryKeyConstraint("run_no", "rollout_id"),
+    UniqueConstraint("run_no", "group_id", "sample_index", "attempt"),
+    CheckConstraint(_one_of("state", *STATES), name="state"),
+    CheckConstraint("(state IN ('reserved', 'consumed')) = (update_id IS NOT NULL)", name="bound"),
+    CheckConstraint(
+        "state NOT IN ('rewarded', 'reserved', 'consumed') OR (reward IS NOT NULL AND reward_status = 'ok')",
+        name="rewarded",
+    ),
+    CheckConstraint("state <> 'generated' OR reward_status IS NULL", name="unrewarded"),
+    CheckConstraint(
+        "(reward IS NOT NULL) = (reward_status IS NOT NULL AND reward_status = 'ok')",
+        name="no_value_without_ok",
+    ),
+    CheckConstraint(_one_of("reward_status", "ok", "timeout", "error"), name="reward_status"),
+    CheckConstraint("state NOT IN ('quarantined', 'offline') OR reason IS NOT NULL", name="reason"),
+    postgresql_with={"fillfactor": "70"},
+)
+
+rollout_evidence = Table(
+    "rollout_evidence",
+    metadata,
+    Column("run_no", Integer),
+    Column("rollout_id", Text),
+    Column("task_id", Text, nullable=False),
+    Column("task_source", Text, nullable=False),
+    Column("span_versions", ARRAY(Integer), nullable=False),
+    Column("span_hashes", ARRAY(Text), nullable=False),
+    Column("span_starts", ARRAY(Integer), nullable=False),
+    Column("span_ends", ARRAY(Integer), nullable=False),
+    Column("span_source", Text, nullable=False),
+    Column("generation", JSONB, nullable=False),
+    Column("flags", ARRAY(Text), nullable=False),
+    Column("action_tokens", Integer, nullable=False),
+    Column("token_ids", LargeBinary, nullable=False),
+    Column("action_mask", LargeBinary, nullable=False),
+    Column("behavior_log_probs", LargeBinary, nullable=False),
+    PrimaryKeyConstraint("run_no", "rollout_id"),
+)
+
+rewards = Table(
+    "rewards",
+    metadata,
+    Column("run_no", Integer),
+    Column("rollout_id", Text),
+    Column("reward_no", BigInteger, Identity(always=True)),
+    Column("value", Double, nullable=False),
+    Column("components", JSONB),
+    Column("ruleset_no", Integer, nullable=False),
+    Column("actor", Text, nullable=False),
+    _at("at", now=True),
+    PrimaryKeyConstraint("run_no", "rollout_id", "reward_no"),
+)
+
+rollout_audit = Table(
+    "rollout_audit",
+    metadata,
+    Column("run_no", Integer),
+    Column("rollout_id", Text),
+    Column("revision", Integer),
+    Column("event", Text, nullable=False),
+    Column("from_state", Text),
+    Column("to_state", Text, nullable=False),
+    Column("reason", Text),
+    Column("actor", Text, nullable=False),
+    Column("update_id", Text),
+    Column("contract_hash", Text),
+    Column("lag", Integer),
+    Column("drift", Double),
+    Column("max_lag", Integer),
+    Column("max_drift", Double),
+    _at("at", now=True),
+    PrimaryKeyConstraint("run_no", "rollout_id", "revision"),
+    CheckConstraint("(revision = 0) = (from_state IS NULL)", name="first"),
+    Index("rollout_audit_at", "at", postgresql_using="brin"),
+)
+
+tickets = Table(
+    "tickets",
+    metadata,
+    Column("run_no", Integer),
+    Column("group_id", Text),
+    Column("worker_id", Text, nullable=False),
+    Column("incarnation", Text, nullable=False),
+    _at("expires_at"),
+    PrimaryKeyConstraint("run_no", "group_id"),
+)
+
+updates = Table(
+    "updates",
+    metadata,
+    Column("run_no", Integer),
+    Column("update_id", Text),
+    Column("state", Text, nullable=False, server_default=text("'open'")),
+    Column("owner", Text, nullable=False),
+    Column("policy_version", Integer, nullable=False),
+    Column("artifact_hash", Text, nullable=False),
+    Column("lag_clock", Integer, nullable=False),
+    Column("after_commit_no", Integer),
+    Column("commit_no", Integer),
+    Column("reason", Text),
+    _at("opened_at", now=True),
+    _at("lease_until"),
+    _at("ended_at", nullable=True),
+    PrimaryKeyConstraint("run_no", "update_id"),
+    CheckConstraint(_one_of("state", "open", "committed", "aborted", "expired", "fenced", "rewound"), name="state"),
+    CheckConstraint("(state = 'open') = (ended_at IS NULL)", name="ended"),
+    CheckConstraint("(commit_no IS NOT NULL) = (state IN ('committed', 'rewound'))", name="numbered"),
+    CheckConstraint("commit_no IS NULL OR ended_at <= lease_until", name="within_lease"),
+    Index(
+        "updates_commit_no",
+        "run_no",
+        "commit_no",
+        unique=True,
+        postgresql_where=text("commit_no IS NOT NULL"),
+    ),
+    Index("updates_open", "run_no", "lease_until", postgresql_where=text("state = 'open'")),
+)
+
+update_members = Table(
+    "update_members",
+    metadata,
+    Column("run_no", Integer),
+    Column("update_id", Text),
+    Column("rollout_id", Text),
+    Column("revision", Integer),
+    Column("verdict", Text, nullable=False),
+    Column("would_refuse", Text),
+    Column("use", Text),
+    Column("group_id", Text, nullable=False),
+    Column("versions", ARRAY(Integer), nullable=False),
+    Column("ruleset_no", Integer),
+    Column("lag", Integer),
+    Column("drift", Double),
+    Column("drift_max", Double),
+    Column("drift_k3", Double),
+    Column("drift_outside_share", Double),
+    Column("drift_sample_size", Double),
+    _at("at", now=True),
+    PrimaryKeyConstraint("run_no", "update_id", "rollout_id", "revision"),
+)

@@ -1,0 +1,1 @@
+"""Updates: open, candidates, reserve, renew, commit, abort, lineage."""

@@ -1,0 +1,235 @@
+"""The addresses of updates."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request, Response, status
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+
+from coordinator.addresses import NewIdentifier
+from coordinator.body import read_body
+from coordinator.errors import Refusal, refusals
+from coordinator.operations.access import Anyone, ChangesHere, DatabaseHere, Trainer
+from coordinator.runs.service import get_run
+from coordinator.storage.database import Database
+from coordinator.updates import candidates, reservation, service
+from coordinator.wire.columns import (
+    ARROW_MEDIA_TYPE,
+    ReserveColumns,
+    decode_reserve,
+    encode_candidates,
+    reserve_columns,
+    validation_fault,
+)
+from coordinator.wire.updates import (
+    AbortUpdate,
+    Candidates,
+    CandidatesRequest,
+    CommitUpdate,
+    Lineage,
+    OpenUpdate,
+    Renew,
+    ReserveAnswer,
+    ReserveRequest,
+    UpdateList,
+    UpdateView,
+)
+
+router = APIRouter(prefix="/v1/runs/{run_id}/updates", tags=["updates"])
+
+OWNED = ("run_unknown", "update_unknown", "update_owned")
+OPEN = (*OWNED, "update_fenced", "lease_expired")
+ARROW_ANSWER: dict[int | str, dict[str, Any]] = {
+    200: {"content": {ARROW_MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
+}
+BODY: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": ReserveRequest.model_json_schema(ref_template="#/components/schemas/{model}")
+            },
+            ARROW_MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}},
+        },
+    }
+}
+
+
+async def _tidy(database: Database, run_id: str) -> None:
+    """What an ended lease held must be free at once, whether or not the sweeper has come by."""
+    if await database.transaction(service.has_due, run_id):
+        await database.transaction(service.expire_due, run_id)
+
+
+@router.get("", responses=refusals("run_unknown"))
+async def list_updates(
+    run_id: str, caller: Anyone, database: DatabaseHere, limit: Annotated[int, Query(ge=1, le=1000)] = 1000
+) -> UpdateList:
+    """List the run's updates, oldest first."""
+    return await database.transaction(service.list_updates, run_id, limit)
+
+
+@router.put(
+    "/{update_id}",
+    status_code=status.HTTP_201_CREATED,
+    responses=refusals(
+        "run_unknown",
+        "policy_version_unknown",
+        "policy_identity_conflict",
+        "policy_withdrawn",
+        "update_owned",
+        "update_conflict",
+        "update_fenced",
+        "lease_expired",
+    ),
+)
+async def open_update(
+    run_id: str,
+    update_id: NewIdentifier,
+    body: OpenUpdate,
+    caller: Trainer,
+    database: DatabaseHere,
+    changes: ChangesHere,
+    response: Response,
+) -> UpdateView:
+    """Open an update for weights that come from this policy version, with a lease to be renewed.
+
+    The same call again answers 200; it may restate the policy until the update's first reservation.
+    """
+    view, new = await database.transaction(service.open_update, run_id, update_id, body, caller)
+    response.status_code = status.HTTP_201_CREATED if new else status.HTTP_200_OK
+    changes.announce(run_id)
+    return view
+
+
+@router.get("/{update_id}", responses=refusals("run_unknown", "update_unknown"))
+async def get_update(run_id: str, update_id: str, caller: Anyone, database: DatabaseHere) -> UpdateView:
+    """Show an update: its state, its lease, and its commit_no once it is committed."""
+    return await database.transaction(service.get_update, run_id, update_id)
+
+
+@router.get("/{update_id}/lineage", responses=refusals("run_unknown", "update_unknown"))
+async def get_lineage(run_id: str, update_id: str, caller: Anyone, database: DatabaseHere) -> Lineage:
+    """Show what an update was made from: rollouts, policies and artifacts, rulesets, and what was refused."""
+    return await database.transaction(service.lineage, run_id, update_id)
+
+
+@router.post(
+    "/{update_id}/candidates",
+    response_model=Candidates,
+    responses=refusals(*OPEN) | ARROW_ANSWER,
+)
+async def get_candidates(
+    run_id: str,
+    update_id: str,
+    body: CandidatesRequest,
+    request: Request,
+    caller: Trainer,
+    database: DatabaseHere,
+    changes: ChangesHere,
+) -> Response:
+    """Ask for whole groups, the oldest admissible first, with their evidence; they are held for this update.
+
+    With `wait_seconds` the call waits until that many groups are there. An empty answer says why.
+    Accept: application/vnd.apache.arrow.stream answers in columns.
+    """
+    run = await database.transaction(get_run, run_id)
+    loop = asyncio.get_running_loop()
+    end = loop.time() + min(body.wait_seconds, run.settings.longest_wait_seconds)
+    while True:
+        await _tidy(database, run_id)
+        rows, group_ids, empty = await database.transaction(candidates.hold, run_id, update_id, body)
+        left = end - loop.time()
+        if len(group_ids) >= body.groups or left <= 0:
+            break
+        await changes.wait(run_id, left)
+    columns = await asyncio.to_thread(candidates.columns, rows, group_ids, empty)
+    if ARROW_MEDIA_TYPE in request.headers.get("accept", ""):
+        return Response(await asyncio.to_thread(encode_candidates, columns), media_type=ARROW_MEDIA_TYPE)
+    return JSONResponse((await asyncio.to_thread(columns.to_model)).model_dump(mode="json"))
+
+
+def _decode(kind: str, body: bytes) -> ReserveColumns:
+    try:
+        if kind == ARROW_MEDIA_TYPE:
+            return decode_reserve(body)
+        return reserve_columns(ReserveRequest.model_validate_json(body))
+    except ValidationError as error:
+        fault = validation_fault(error)
+        raise Refusal("invalid_request", fault.detail, field=fault.field) from error
+
+
+@router.post(
+    "/{update_id}/reserve",
+    responses=refusals(
+        *OWNED,
+        "line_conflict",
+        "drift_suspect",
+        "partial_group",
+        "invalid_log_probs",
+        "invalid_arrow",
+        "too_large",
+        "unsupported_media_type",
+    ),
+    openapi_extra=BODY,
+)
+async def reserve_rollouts(
+    run_id: str,
+    update_id: str,
+    request: Request,
+    caller: Trainer,
+    database: DatabaseHere,
+    changes: ChangesHere,
+) -> ReserveAnswer:
+    """Bind rollouts to this update: each only if it is rewarded, at the revision seen, within lag and drift.
+
+    Send the current policy's log-probs, from before the update's first optimizer step. Each rollout gets the
+    first reason that holds, or `reserved`. Sending the call again is safe.
+    """
+    kind, body = await read_body(request, "application/json", ARROW_MEDIA_TYPE)
+    columns = await asyncio.to_thread(_decode, kind, body)
+    await _tidy(database, run_id)
+    run, evidence = await database.transaction(reservation.read_evidence, run_id, columns)
+    drift = await asyncio.to_thread(reservation.measure, run, columns, evidence)
+    answer = await database.transaction(reservation.reserve, run_id, update_id, columns, drift, caller)
+    changes.announce(run_id)
+    return answer
+
+
+@router.post("/{update_id}/renew", responses=refusals(*OPEN))
+async def renew_update(run_id: str, update_id: str, body: Renew, caller: Trainer, database: DatabaseHere) -> UpdateView:
+    """Extend the update's lease by the run's lease time, from now."""
+    return await database.transaction(service.renew, run_id, update_id, body, caller)
+
+
+@router.post("/{update_id}/commit", responses=refusals(*OPEN, "line_conflict", "policy_withdrawn"))
+async def commit_update(
+    run_id: str,
+    update_id: str,
+    body: CommitUpdate,
+    caller: Trainer,
+    database: DatabaseHere,
+    changes: ChangesHere,
+) -> UpdateView:
+    """Consume everything that the update holds, once, and get its commit_no. Sending it again is safe."""
+    view = await database.transaction(service.commit, run_id, update_id, body, caller)
+    changes.announce(run_id)
+    return view
+
+
+@router.post("/{update_id}/abort", responses=refusals(*OPEN))
+async def abort_update(
+    run_id: str,
+    update_id: str,
+    body: AbortUpdate,
+    caller: Trainer,
+    database: DatabaseHere,
+    changes: ChangesHere,
+) -> UpdateView:
+    """End the update without consuming anything: what it holds goes back, or into quarantine."""
+    view = await database.transaction(service.abort, run_id, update_id, body, caller)
+    changes.announce(run_id)
+    return view

@@ -1,0 +1,332 @@
+"""Every statement about updates. `{group}` is the rollout column that names the group."""
+
+from __future__ import annotations
+
+from sqlalchemy import text
+
+from coordinator.rules.lifecycle import sources
+from coordinator.rules.reservation import RESERVE_REASONS
+
+_LIVE = "(u.state = 'open' AND u.lease_until > clock_timestamp())"
+_COLUMNS = f"""
+    u.update_id, CASE WHEN u.state = 'open' AND NOT {_LIVE} THEN 'expired' ELSE u.state END AS state, u.owner,
+    u.policy_version, u.artifact_hash, u.lag_clock, u.after_commit_no, u.commit_no, u.reason, u.opened_at,
+    u.lease_until, u.ended_at,
+    (SELECT count(*) FROM update_members m JOIN rollouts r USING (run_no, rollout_id)
+     WHERE m.run_no = u.run_no AND m.update_id = u.update_id AND m.verdict = 'reserved' AND r.state = 'reserved'
+       AND r.update_id = u.update_id) AS reserved,
+    w.last_commit_no
+"""
+_WITH_RUN = "updates u JOIN runs w USING (run_no)"
+
+GET_UPDATE = text(f"SELECT {_COLUMNS} FROM {_WITH_RUN} WHERE u.run_no = :run_no AND u.update_id = :update_id")
+
+LIST_UPDATES = text(f"""
+    SELECT {_COLUMNS} FROM {_WITH_RUN} WHERE u.run_no = :run_no ORDER BY u.opened_at, u.update_id LIMIT :limit
+""")
+
+LOCK_UPDATE = text("SELECT FROM updates WHERE run_no = :run_no AND update_id = :update_id FOR UPDATE")
+
+INSERT_UPDATE = text("""
+    INSERT INTO updates (run_no, update_id, owner, policy_version, artifact_hash, lag_clock, opened_at, lease_until)
+    SELECT :run_no, :update_id, :owner, :policy_version, :artifact_hash, :lag_clock, t,
+           t + make_interval(secs => :lease_seconds)
+    FROM (SELECT clock_timestamp() AS t) AS now
+""")
+
+RESTATE_UPDATE = text("""
+    UPDATE updates SET policy_version = :policy_version, artifact_hash = :artifact_hash, lag_clock = :lag_clock
+    WHERE run_no = :run_no AND update_id = :update_id
+""")
+
+RENEW_UPDATE = text("""
+    UPDATE updates SET lease_until = clock_timestamp() + make_interval(secs => :lease_seconds)
+    WHERE run_no = :run_no AND update_id = :update_id AND state = 'open' AND lease_until > clock_timestamp()
+    RETURNING lease_until
+""")
+
+NAME_LINE = text("""
+    UPDATE updates SET after_commit_no = :after_commit_no
+    WHERE run_no = :run_no AND update_id = :update_id AND after_commit_no IS NULL
+""")
+
+# Claims whole groups for this update: its own holds first, then the oldest admissible. A hold hides a group from
+# other updates while it lasts and its update lives.
+HOLD_GROUPS = """
+    WITH pick AS (
+        SELECT g.group_id FROM groups g
+        WHERE g.run_no = :run_no AND g.state = 'open' AND g.rewarded >= :usable_needed AND g.rewarded > 0
+          AND (g.settled OR g.deadline_at <= clock_timestamp())
+          AND g.newest_clock <= :lag_clock
+          AND (NOT :gate_lag OR g.freshest_clock >= :lag_clock - CAST(:max_lag AS int))
+          AND (g.held_by IS NULL OR g.held_by = :update_id OR g.held_until <= clock_timestamp() OR NOT EXISTS (
+                SELECT FROM updates u WHERE u.run_no = g.run_no AND u.update_id = g.held_by
+                    AND u.state = 'open' AND u.lease_until > clock_timestamp()))
+        ORDER BY (g.held_by IS NOT DISTINCT FROM :update_id) DESC, g.oldest_clock, g.first_arrival_at, g.group_id
+        LIMIT :groups
+        FOR UPDATE SKIP LOCKED
+    )
+    UPDATE groups g SET held_by = :update_id, held_until = clock_timestamp() + make_interval(secs => :hold_seconds)
+    FROM pick WHERE g.run_no = :run_no AND g.group_id = pick.group_id
+    RETURNING g.group_id, g.oldest_clock, g.first_arrival_at
+"""
+
+CANDIDATES = """
+    SELECT r.rollout_id, r.revision, r.{group} AS group_id, e.task_id, r.sample_index, r.versions, r.newest_version,
+           v.version AS policy_version, :lag_clock - r.oldest_clock AS lag, r.reward, e.token_ids, e.action_mask,
+           e.behavior_log_probs
+    FROM rollouts r
+    JOIN rollout_evidence e USING (run_no, rollout_id)
+    JOIN LATERAL (
+        SELECT p.version FROM policy_versions p
+        WHERE p.run_no = r.run_no AND p.version = ANY(r.versions) AND p.lag_clock = r.oldest_clock
+        ORDER BY p.version LIMIT 1
+    ) v ON true
+    WHERE r.run_no = :run_no AND r.{group} = ANY(CAST(:group_ids AS text[])) AND r.state = 'rewarded'
+    ORDER BY array_position(CAST(:group_ids AS text[]), r.{group}), r.sample_index, r.attempt
+"""
+
+# Why no candidate is there, and since when.
+EMPTY = text("""
+    SELECT
+        (SELECT max(heartbeat_at) FROM workers WHERE run_no = :run_no) AS last_heartbeat,
+        EXISTS (SELECT FROM workers WHERE run_no = :run_no AND deregistered_at IS NULL AND NOT draining
+                AND heartbeat_at > clock_timestamp() - make_interval(secs => :lost_after_seconds)) AS producing,
+        o.*
+    FROM (
+        SELECT count(*) AS rewarded_groups,
+            count(*) FILTER (WHERE g.freshest_clock < :lag_clock - CAST(:max_lag AS int)) AS stale,
+            count(*) FILTER (WHERE g.held_by IS NOT NULL AND g.held_by <> :update_id
+                             AND g.held_until > clock_timestamp()) AS held,
+            min(g.first_arrival_at) AS first_arrival_at,
+            max(g.held_until) AS held_until
+        FROM groups g WHERE g.run_no = :run_no AND g.state = 'open' AND g.rewarded > 0
+    ) AS o
+""")
+
+LAST_BOUND = text("""
+    SELECT max(ended_at) FROM updates WHERE run_no = :run_no AND state = 'committed'
+""")
+
+NAMED_EVIDENCE = text("""
+    SELECT rollout_id, action_mask, behavior_log_probs FROM rollout_evidence
+    WHERE run_no = :run_no AND rollout_id = ANY(CAST(:rollout_ids AS text[]))
+""")
+
+_CONDITIONS = {
+    "missing_rollout": "r.rollout_id IS NULL",
+    "idempotent_retry": ":live AND r.state = 'reserved' AND r.update_id = :update_id",
+    "update_fenced": "NOT :live",
+    "revision_conflict": "r.revision <> n.seen",
+    "not_rewarded": "r.state <> 'rewarded'",
+    "policy_withdrawn": """EXISTS (SELECT FROM policy_versions p WHERE p.run_no = :run_no
+                            AND p.version = ANY(r.versions) AND p.state = 'withdrawn')""",
+    "candidate_not_active": "v.state IN ('prepared', 'committed')",
+    "future_policy": "r.newest_clock > :lag_clock",
+    "stale_policy": ":gate_lag AND :lag_clock - r.oldest_clock > :max_lag",
+    "policy_drift": ":gate_drift AND NOT COALESCE(n.drift <= :max_drift, false)",
+}
+# A retry replays, in the place of idempotent_retry, the refusal that moved the rollout at that revision.
+_REPLAY = "WHEN :live AND earlier.verdict IS NOT NULL AND earlier.verdict <> 'reserved' THEN earlier.verdict"
+
+
+def _verdict() -> str:
+    cases = []
+    for reason in RESERVE_REASONS:
+        if reason in _CONDITIONS:
+            cases.append(f"WHEN {_CONDITIONS[reason]} THEN '{reason}'")
+        if reason == "idempotent_retry":
+            cases.append(_REPLAY)
+    return "CASE " + " ".join(cases) + f" ELSE '{RESERVE_REASONS[-1]}' END"
+
+
+# Decides each named rollout in the order of reasons and binds those that are reserved, in one statement.
+# The update's row and the rows of the groups are locked. `unnamed` is a rewarded member that the call left out.
+RESERVE = f"""
+    WITH named AS (
+        SELECT * FROM unnest(
+            CAST(:rollout_ids AS text[]), CAST(:revisions AS int[]), CAST(:uses AS text[]), CAST(:drifts AS float8[]),
+            CAST(:drift_max AS float8[]), CAST(:drift_k3 AS float8[]), CAST(:drift_outside AS float8[]),
+            CAST(:drift_sample_size AS float8[])
+        ) WITH ORDINALITY AS n (rollout_id, seen, use, drift, drift_max, drift_k3, drift_outside,
+                                 drift_sample_size, item)
+    ), judged AS (
+        SELECT n.*, r.state, r.revision, r.{{group}} AS group_key, r.versions, r.ruleset_no, r.worker_id, r.reward,
+            earlier.drift AS earlier_drift,
+            :lag_clock - r.oldest_clock AS lag, {_verdict()} AS verdict
+        FROM named n
+        LEFT JOIN rollouts r ON r.run_no = :run_no AND r.rollout_id = n.rollout_id
+        LEFT JOIN policy_versions v ON v.run_no = :run_no AND v.version = r.newest_version
+        LEFT JOIN update_members earlier ON earlier.run_no = :run_no AND earlier.update_id = :update_id
+            AND earlier.rollout_id = n.rollout_id AND earlier.revision = n.seen
+    ), usable AS (
+        SELECT group_key, count(*) FILTER (WHERE verdict IN ('reserved', 'idempotent_retry')) AS n
+        FROM judged GROUP BY group_key
+    ), decided AS (
+        SELECT j.*, CASE WHEN j.verdict = 'reserved' AND u.n < :usable_needed THEN 'group_refused' ELSE j.verdict END
+            AS final
+        FROM judged j LEFT JOIN usable u USING (group_key)
+    ), moves AS (
+        SELECT *, CASE final
+            WHEN 'reserved' THEN 'reserved' WHEN 'stale_policy' THEN :stale_to
+            WHEN 'policy_drift' THEN 'quarantined' WHEN 'policy_withdrawn' THEN 'quarantined'
+        END AS next_state
+        FROM decided WHERE state = 'rewarded' AND revision = seen
+    ), moved AS (
+        UPDATE rollouts r SET state = m.next_state, revision = r.revision + 1,
+            reason = CASE WHEN m.final = 'reserved' THEN NULL ELSE m.final END,
+            update_id = CASE WHEN m.final = 'reserved' THEN :update_id END
+        FROM moves m
+        WHERE r.run_no = :run_no AND r.rollout_id = m.rollout_id AND r.state = 'rewarded' AND r.revision = m.seen
+          AND m.next_state IS NOT NULL
+        RETURNING r.rollout_id, r.state, r.revision
+    ), audit AS (
+        INSERT INTO rollout_audit (run_no, rollout_id, revision, event, from_state, to_state, reason, actor, update_id,
+                                   contract_hash, lag, drift, max_lag, max_drift)
+        SELECT :run_no, m.rollout_id, moved.revision,
+               CASE moved.state WHEN 'reserved' THEN 'reserve' WHEN 'offline' THEN 'set_aside' ELSE 'quarantine' END,
+               'rewarded', moved.state, CASE WHEN m.final = 'reserved' THEN NULL ELSE m.final END, :actor, :update_id,
+               :contract_hash, m.lag, m.drift, :max_lag, :max_drift
+        FROM moves m JOIN moved USING (rollout_id)
+    ), members AS (
+        INSERT INTO update_members (run_no, update_id, rollout_id, revision, verdict, would_refuse, use, group_id,
+                                    versions, ruleset_no, lag, drift, drift_max, drift_k3, drift_outside_share,
+                                    drift_sample_size)
+        SELECT :run_no, :update_id, m.rollout_id, m.seen, m.final,
+               CASE WHEN m.final <> 'reserved' THEN NULL WHEN m.lag > :max_lag THEN 'stale_policy'
+                    WHEN m.drift > :max_drift THEN 'policy_drift' END,
+               m.use, m.group_key, m.versions, m.ruleset_no, m.lag, m.drift, m.drift_max, m.drift_k3, m.drift_outside,
+               m.drift_sample_size
+        FROM moves m JOIN moved USING (rollout_id)
+    )
+    SELECT d.item, d.rollout_id, d.final AS verdict, d.group_key AS group_id, d.lag, d.worker_id, d.reward,
+           COALESCE(d.earlier_drift, d.drift) AS drift,
+           COALESCE(moved.state, d.state) AS state, COALESCE(moved.revision, d.revision) AS revision,
+           CASE WHEN d.final <> 'reserved' THEN NULL WHEN d.lag > :max_lag THEN 'stale_policy'
+                WHEN d.drift > :max_drift THEN 'policy_drift' END AS would_refuse,
+           CASE WHEN :live THEN (
+               SELECT s.rollout_id FROM rollouts s
+               WHERE s.run_no = :run_no AND s.{{group}} = d.group_key AND s.state = 'rewarded'
+                 AND NOT s.rollout_id = ANY(CAST(:rollout_ids AS text[]))
+               ORDER BY s.rollout_id LIMIT 1) END AS unnamed
+    FROM decided d LEFT JOIN moved USING (rollout_id) ORDER BY d.item
+"""
+
+HELD_ROLLOUTS = """
+    SELECT r.rollout_id, r.{group} AS group_id
+    FROM update_members m JOIN rollouts r USING (run_no, rollout_id)
+    WHERE m.run_no = :run_no AND m.update_id = :update_id AND m.verdict = 'reserved'
+      AND r.state = 'reserved' AND r.update_id = m.update_id
+"""
+
+WITHDRAWN = text("""
+    SELECT p.version FROM policy_versions p
+    WHERE p.run_no = :run_no AND p.state = 'withdrawn' AND (
+        p.version = :policy_version OR p.version IN (
+            SELECT unnest(m.versions) FROM update_members m
+            WHERE m.run_no = :run_no AND m.update_id = :update_id AND m.verdict = 'reserved'))
+    ORDER BY p.version LIMIT 1
+""")
+
+# The next commit of the line, if the lease still lives by the database's clock.
+COMMIT_UPDATE = text("""
+    WITH now AS MATERIALIZED (SELECT clock_timestamp() AS t), ended AS (
+        UPDATE updates u SET state = 'committed', commit_no = r.commits + 1, after_commit_no = :after_commit_no,
+            ended_at = now.t
+        FROM now, runs r
+        WHERE u.run_no = :run_no AND u.update_id = :update_id AND u.state = 'open' AND u.lease_until >= now.t
+          AND r.run_no = :run_no
+        RETURNING u.commit_no
+    )
+    UPDATE runs r SET commits = e.commit_no, last_commit_no = e.commit_no FROM ended e WHERE r.run_no = :run_no
+    RETURNING e.commit_no
+""")
+
+# Consumes what the update holds, or sets it aside where it was discarded; its groups are spent, and what is left
+# of them goes offline.
+CONSUME = f"""
+    WITH discard AS (
+        SELECT * FROM unnest(CAST(:discard_ids AS text[]), CAST(:discard_reasons AS text[])) AS d (rollout_id, reason)
+    ), held AS (
+        SELECT r.rollout_id, r.revision, r.{{group}} AS group_id, d.reason
+        FROM rollouts r LEFT JOIN discard d USING (rollout_id)
+        WHERE r.run_no = :run_no AND r.rollout_id = ANY(CAST(:held_ids AS text[])) AND r.state = 'reserved'
+          AND r.update_id = :update_id
+    ), moved AS (
+        UPDATE rollouts r SET state = CASE WHEN h.reason IS NULL THEN 'consumed' ELSE 'offline' END,
+            update_id = CASE WHEN h.reason IS NULL THEN r.update_id END, reason = h.reason, revision = h.revision + 1
+        FROM held h WHERE r.run_no = :run_no AND r.rollout_id = h.rollout_id AND r.revision = h.revision
+        RETURNING r.rollout_id, r.revision, r.state, r.reason
+    ), spent AS (
+        UPDATE groups g SET state = 'spent', rewarded = 0, held_by = NULL, held_until = NULL
+        WHERE g.run_no = :run_no AND g.group_id IN (SELECT group_id FROM held)
+    ), left_over AS (
+        SELECT r.rollout_id, r.state, r.revision FROM rollouts r
+        WHERE r.run_no = :run_no AND r.{{group}} IN (SELECT group_id FROM held)
+          AND r.state IN ({", ".join(f"'{s}'" for s in sources("set_aside"))})
+    ), fallen AS (
+        UPDATE rollouts r SET state = 'offline', reason = 'group_spent', revision = l.revision + 1
+        FROM left_over l WHERE r.run_no = :run_no AND r.rollout_id = l.rollout_id AND r.revision = l.revision
+        RETURNING r.rollout_id, r.revision
+    )
+    INSERT INTO rollout_audit (run_no, rollout_id, revision, event, from_state, to_state, reason, actor, update_id)
+    SELECT :run_no, rollout_id, revision, CASE state WHEN 'consumed' THEN 'commit' ELSE 'discard' END, 'reserved',
+           state, reason, :actor, :update_id
+    FROM moved
+    UNION ALL
+    SELECT :run_no, f.rollout_id, f.revision, 'set_aside', l.state, 'offline', 'group_spent', :actor, :update_id
+    FROM fallen f JOIN left_over l USING (rollout_id)
+"""
+
+# Gives back what the update holds, or quarantines it.
+RELEASE = text("""
+    WITH moved AS (
+        UPDATE rollouts r SET
+            state = CASE WHEN :quarantine THEN 'quarantined' ELSE 'rewarded' END,
+            reason = CASE WHEN :quarantine THEN CAST(:reason AS text) END,
+            update_id = NULL, revision = r.revision + 1
+        WHERE r.run_no = :run_no AND r.rollout_id = ANY(CAST(:held_ids AS text[])) AND r.state = 'reserved'
+          AND r.update_id = :update_id
+        RETURNING r.rollout_id, r.revision, r.state
+    )
+    INSERT INTO rollout_audit (run_no, rollout_id, revision, event, from_state, to_state, reason, actor, update_id)
+    SELECT :run_no, rollout_id, revision, CASE WHEN :quarantine THEN 'quarantine' ELSE 'abort' END, 'reserved', state,
+           :reason, :actor, :update_id
+    FROM moved
+""")
+
+END_UPDATE = text("""
+    UPDATE updates SET state = :state, reason = :reason, ended_at = clock_timestamp()
+    WHERE run_no = :run_no AND update_id = :update_id AND state = 'open'
+""")
+
+DUE_UPDATES = text("""
+    SELECT update_id FROM updates
+    WHERE run_no = :run_no AND state = 'open' AND lease_until <= clock_timestamp()
+    ORDER BY update_id
+""")
+
+RUNS_WITH_DUE_UPDATES = text("""
+    SELECT DISTINCT r.run_id FROM updates u JOIN runs r USING (run_no)
+    WHERE u.state = 'open' AND u.lease_until <= clock_timestamp()
+""")
+
+MEMBERS = text("""
+    SELECT m.rollout_id, m.group_id, m.verdict, m.use, m.revision, m.lag, m.drift, r.worker_id, r.incarnation, r.reward,
+           s.ruleset_id, s.ruleset_hash, m.versions,
+           (SELECT array_agg(p.artifact_hash ORDER BY x.n) FROM unnest(m.versions) WITH ORDINALITY AS x (version, n)
+            JOIN policy_versions p ON p.run_no = m.run_no AND p.version = x.version) AS hashes,
+           (SELECT a.event FROM rollout_audit a
+            WHERE a.run_no = m.run_no AND a.rollout_id = m.rollout_id AND a.update_id = m.update_id
+              AND a.revision = m.revision + 2) AS ended_by
+    FROM update_members m
+    JOIN rollouts r USING (run_no, rollout_id)
+    LEFT JOIN rulesets s ON s.run_no = m.run_no AND s.ruleset_no = m.ruleset_no
+    WHERE m.run_no = :run_no AND m.update_id = :update_id
+    ORDER BY m.group_id, m.rollout_id, m.revision
+""")
+
+MADE_VERSIONS = text("""
+    SELECT version FROM policy_versions
+    WHERE run_no = :run_no AND updates @> CAST(ARRAY[:update_id] AS text[]) ORDER BY version
+""")

@@ -1,0 +1,323 @@
+"""What can be done with updates: opened, renewed, committed or aborted, and looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from coordinator.errors import Refusal
+from coordinator.operations.access import Caller
+from coordinator.operations.journal import record_event, record_failure
+from coordinator.policies.service import find_version
+from coordinator.rollouts import groups
+from coordinator.rollouts.queries import for_run
+from coordinator.runs.service import Run, get_run, lock_run
+from coordinator.updates import queries
+from coordinator.wire.updates import (
+    AbortUpdate,
+    CommitUpdate,
+    Lineage,
+    LineageMember,
+    LineageRefusal,
+    LineageSpan,
+    OpenUpdate,
+    Renew,
+    UpdateList,
+    UpdateView,
+)
+
+
+def update_view(row: Any) -> UpdateView:
+    """An update as it goes over the wire."""
+    return UpdateView.model_validate({name: getattr(row, name) for name in UpdateView.model_fields})
+
+
+async def find_row(connection: AsyncConnection, run: Run, update_id: str) -> Any:
+    """The update's row, or a refusal."""
+    row = (await connection.execute(queries.GET_UPDATE, {"run_no": run.run_no, "update_id": update_id})).one_or_none()
+    if row is None:
+        raise Refusal("update_unknown", f"run {run.run_id} has no update {update_id}")
+    return row
+
+
+async def lock_update(connection: AsyncConnection, run: Run, update_id: str, owner: str) -> Any:
+    """The update's row, locked until the transaction ends, held to its owner."""
+    await connection.execute(queries.LOCK_UPDATE, {"run_no": run.run_no, "update_id": update_id})
+    row = await find_row(connection, run, update_id)
+    if row.owner != owner:
+        raise Refusal("update_owned", f"update {update_id} belongs to {row.owner}, not {owner}")
+    return row
+
+
+def require_open(row: Any) -> None:
+    """Refuses an update that has ended, by its lease or otherwise."""
+    if row.state == "expired":
+        raise Refusal("lease_expired", f"the lease of update {row.update_id} ended at {row.lease_until}")
+    if row.state != "open":
+        raise Refusal("update_fenced", f"update {row.update_id} is {row.state}: {row.reason or 'ended'}")
+
+
+async def get_update(connection: AsyncConnection, run_id: str, update_id: str) -> UpdateView:
+    """One update."""
+    return update_view(await find_row(connection, await get_run(connection, run_id), update_id))
+
+
+async def list_updates(connection: AsyncConnection, run_id: str, limit: int) -> UpdateList:
+    """Updates, oldest first."""
+    run = await get_run(connection, run_id)
+    rows = await connection.execute(queries.LIST_UPDATES, {"run_no": run.run_no, "limit": limit})
+    return UpdateList(updates=[update_view(row) for row in rows])
+
+
+async def open_update(
+    connection: AsyncConnection, run_id: str, update_id: str, body: OpenUpdate, caller: Caller
+) -> tuple[UpdateView, bool]:
+    """Opens an update, or finds the same one, restating its policy if it is new. Second: whether it was opened."""
+    run = await lock_run(connection, run_id)
+    keys = {"run_no": run.run_no, "update_id": update_id}
+    policy = await find_version(connection, run.run_no, body.policy_version)
+    if policy.artifact_hash != body.artifact_hash:
+        raise Refusal(
+            "policy_identity_conflict",
+            f"version {policy.version} is {policy.artifact_hash}, not {body.artifact_hash}",
+        )
+    if policy.state in ("withdrawn", "abandoned"):
+        raise Refusal("policy_withdrawn", f"version {policy.version} is {policy.state}")
+    stated = {
+        "policy_version": body.policy_version,
+        "artifact_hash": body.artifact_hash,
+        "lag_clock": policy.lag_clock,
+    }
+    await connection.execute(queries.LOCK_UPDATE, keys)
+    row = (await connection.execute(queries.GET_UPDATE, keys)).one_or_none()
+    if row is None:
+        await connection.execute(
+            queries.INSERT_UPDATE,
+            keys | stated | {"owner": body.owner, "lease_seconds": run.settings.update_lease_seconds},
+        )
+        opened = update_view(await find_row(connection, run, update_id))
+        await record_event(
+            connection,
+            run.run_no,
+            "update.opened",
+            update_id,
+            caller.actor,
+            owner=body.owner,
+            policy_version=body.policy_version,
+            artifact_hash=body.artifact_hash,
+            lease_until=opened.lease_until.isoformat(),
+        )
+        return opened, True
+    if row.owner != body.owner:
+        raise Refusal("update_owned", f"update {update_id} belongs to {row.owner}, not {body.owner}")
+    if (row.policy_version, row.artifact_hash) != (body.policy_version, body.artifact_hash):
+        require_open(row)
+        if row.after_commit_no is not None:
+            raise Refusal("update_conflict", f"update {update_id} reserved under version {row.policy_version}")
+        await connection.execute(queries.RESTATE_UPDATE, keys | stated)
+        await record_event(
+            connection,
+            run.run_no,
+            "update.restated",
+            update_id,
+            caller.actor,
+            policy_version=body.policy_version,
+            artifact_hash=body.artifact_hash,
+        )
+    return update_view(await find_row(connection, run, update_id)), False
+
+
+async def renew(connection: AsyncConnection, run_id: str, update_id: str, body: Renew, caller: Caller) -> UpdateView:
+    """Moves the lease's end to a whole lease time from now, by the database's clock."""
+    run = await lock_run(connection, run_id)
+    row = await lock_update(connection, run, update_id, body.owner)
+    require_open(row)
+    until = await connection.scalar(
+        queries.RENEW_UPDATE,
+        {
+            "run_no": run.run_no,
+            "update_id": update_id,
+            "lease_seconds": run.settings.update_lease_seconds,
+        },
+    )
+    if until is None:
+        raise Refusal("lease_expired", f"the lease of update {update_id} ended at {row.lease_until}")
+    await record_event(connection, run.run_no, "update.renewed", update_id, caller.actor, lease_until=until.isoformat())
+    return update_view(await find_row(connection, run, update_id))
+
+
+async def _lock_held(connection: AsyncConnection, run: Run, update_id: str) -> tuple[list[str], list[str]]:
+    """What the update holds, its groups locked: rollout ids and group ids."""
+    rows = (
+        await connection.execute(
+            for_run(queries.HELD_ROLLOUTS, run.group_column),
+            {"run_no": run.run_no, "update_id": update_id},
+        )
+    ).all()
+    group_ids = sorted({row.group_id for row in rows})
+    await groups.lock(connection, run, group_ids)
+    return [row.rollout_id for row in rows], group_ids
+
+
+async def commit(
+    connection: AsyncConnection, run_id: str, update_id: str, body: CommitUpdate, caller: Caller
+) -> UpdateView:
+    """Consumes all that the update holds, once, and gives it the run's next commit_no."""
+    run = await lock_run(connection, run_id)
+    row = await lock_update(connection, run, update_id, body.owner)
+    if row.state in ("committed", "rewound"):
+        return update_view(row)
+    require_open(row)
+    if body.after_commit_no != run.last_commit_no or row.after_commit_no not in (None, run.last_commit_no):
+        raise Refusal(
+            "line_conflict",
+            f"the line's last commit is {run.last_commit_no}; the weights contain {body.after_commit_no}",
+        )
+    keys = {"run_no": run.run_no, "update_id": update_id}
+    withdrawn = await connection.scalar(queries.WITHDRAWN, keys | {"policy_version": row.policy_version})
+    if withdrawn is not None:
+        raise Refusal("policy_withdrawn", f"version {withdrawn} was withdrawn")
+    held, group_ids = await _lock_held(connection, run, update_id)
+    discards = {discard.rollout_id: discard.reason for discard in body.discards}
+    foreign = sorted(discards.keys() - set(held))
+    if foreign:
+        raise Refusal(
+            "invalid_request",
+            f"update {update_id} does not hold {', '.join(foreign[:10])}",
+            field="discards",
+            item=foreign[0],
+        )
+    commit_no = await connection.scalar(queries.COMMIT_UPDATE, keys | {"after_commit_no": body.after_commit_no})
+    if commit_no is None:
+        raise Refusal("lease_expired", f"the lease of update {update_id} ended at {row.lease_until}")
+    await connection.execute(
+        for_run(queries.CONSUME, run.group_column),
+        keys
+        | {
+            "held_ids": held,
+            "discard_ids": list(discards),
+            "discard_reasons": list(discards.values()),
+            "actor": caller.actor,
+        },
+    )
+    await groups.refresh(connection, run, group_ids, caller.actor, update_id)
+    await record_event(
+        connection,
+        run.run_no,
+        "update.committed",
+        update_id,
+        caller.actor,
+        commit_no=commit_no,
+        after_commit_no=body.after_commit_no,
+        consumed=len(held) - len(discards),
+        discarded=len(discards),
+        lease_until=row.lease_until.isoformat(),
+    )
+    return update_view(await find_row(connection, run, update_id))
+
+
+async def _end(
+    connection: AsyncConnection,
+    run: Run,
+    update_id: str,
+    state: str,
+    reason: str,
+    quarantine: bool,
+    actor: str,
+) -> None:
+    """Ends an open update without a commit: what it held is released or quarantined."""
+    keys = {"run_no": run.run_no, "update_id": update_id}
+    held, group_ids = await _lock_held(connection, run, update_id)
+    await connection.execute(
+        queries.RELEASE,
+        keys | {"held_ids": held, "quarantine": quarantine, "reason": f"update_{state}", "actor": actor},
+    )
+    await connection.execute(queries.END_UPDATE, keys | {"state": state, "reason": reason})
+    await groups.refresh(connection, run, group_ids, actor, update_id)
+    await record_event(
+        connection,
+        run.run_no,
+        f"update.{state}",
+        update_id,
+        actor,
+        reason=reason,
+        released=0 if quarantine else len(held),
+        quarantined=len(held) if quarantine else 0,
+    )
+    await record_failure(connection, run.run_no, "update", state, reason, actor, update_id=update_id)
+
+
+async def abort(
+    connection: AsyncConnection, run_id: str, update_id: str, body: AbortUpdate, caller: Caller
+) -> UpdateView:
+    """Ends the update: what it held goes back to rewarded, or into quarantine."""
+    run = await lock_run(connection, run_id)
+    row = await lock_update(connection, run, update_id, body.owner)
+    if row.state != "aborted":
+        require_open(row)
+        await _end(connection, run, update_id, "aborted", body.reason, body.quarantine, caller.actor)
+    return update_view(await find_row(connection, run, update_id))
+
+
+async def expire_due(connection: AsyncConnection, run_id: str) -> int:
+    """Aborts every update of the run whose lease has ended, by the run's rule. Answers how many."""
+    run = await lock_run(connection, run_id)
+    due: Sequence[str] = (await connection.scalars(queries.DUE_UPDATES, {"run_no": run.run_no})).all()
+    for update_id in due:
+        await connection.execute(queries.LOCK_UPDATE, {"run_no": run.run_no, "update_id": update_id})
+        row = await find_row(connection, run, update_id)
+        reason = f"the lease ended at {row.lease_until.isoformat()}"
+        quarantine = run.settings.on_expiry == "quarantine"
+        await _end(connection, run, update_id, "expired", reason, quarantine, "clock")
+    return len(due)
+
+
+async def has_due(connection: AsyncConnection, run_id: str) -> bool:
+    """Whether some update of the run outlived its lease and nobody has tidied up yet."""
+    run = await get_run(connection, run_id)
+    return (await connection.execute(queries.DUE_UPDATES, {"run_no": run.run_no})).first() is not None
+
+
+_OUTCOMES = {
+    "commit": "consumed",
+    "discard": "discarded",
+    "abort": "released",
+    "quarantine": "quarantined",
+    None: "reserved",
+}
+
+
+async def lineage(connection: AsyncConnection, run_id: str, update_id: str) -> Lineage:
+    """Everything that an update was made from, what it refused, and the versions that it made."""
+    run = await get_run(connection, run_id)
+    keys = {"run_no": run.run_no, "update_id": update_id}
+    update = update_view(await find_row(connection, run, update_id))
+    members: list[LineageMember] = []
+    refused: list[LineageRefusal] = []
+    for row in await connection.execute(queries.MEMBERS, keys):
+        if row.verdict != "reserved":
+            refused.append(
+                LineageRefusal(
+                    rollout_id=row.rollout_id,
+                    group_id=row.group_id,
+                    verdict=row.verdict,
+                    lag=row.lag,
+                    drift=row.drift,
+                )
+            )
+            continue
+        policies = tuple(
+            LineageSpan(version=version, artifact_hash=artifact_hash)
+            for version, artifact_hash in zip(row.versions, row.hashes, strict=True)
+        )
+        names = LineageMember.model_fields.keys() - {"policies", "outcome"}
+        members.append(
+            LineageMember.model_validate(
+                {name: getattr(row, name) for name in names}
+                | {"policies": policies, "outcome": _OUTCOMES[row.ended_by]}
+            )
+        )
+    made = (await connection.scalars(queries.MADE_VERSIONS, keys)).all()
+    return Lineage(update=update, members=members, refusals=refused, made_versions=list(made))

@@ -1,0 +1,437 @@
+"""Rollouts, candidates and reservations as columns: Arrow IPC streams, and the same from JSON models.
+
+A batch's evidence is flat: values of all rollouts one after another, with int64 offsets of shape [n + 1].
+Nulls among log-probs are NaN.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from pydantic import ValidationError
+
+from coordinator.rules.identity import Fault
+from coordinator.wire.rollouts import Rollout, RolloutIdentity
+from coordinator.wire.updates import CandidateRollout, Candidates, EmptyReason, ReserveItem, ReserveRequest
+
+ARROW_MEDIA_TYPE = "application/vnd.apache.arrow.stream"
+
+IntArray = npt.NDArray[np.int64]
+
+_SPAN = pa.struct([("version", pa.int32()), ("artifact_hash", pa.utf8()), ("start", pa.int32()), ("end", pa.int32())])
+ROLLOUT_SCHEMA = pa.schema(
+    [
+        ("rollout_id", pa.utf8()),
+        ("task_id", pa.utf8()),
+        ("task_source", pa.utf8()),
+        ("group_id", pa.utf8()),
+        ("sample_index", pa.int32()),
+        ("attempt", pa.int32()),
+        ("spans", pa.list_(_SPAN)),
+        ("span_source", pa.utf8()),
+        ("worker_id", pa.utf8()),
+        ("incarnation", pa.utf8()),
+        ("contract", pa.utf8()),
+        ("generation", pa.utf8()),
+        ("token_ids", pa.list_(pa.int32())),
+        ("action_mask", pa.list_(pa.bool_())),
+        ("behavior_log_probs", pa.list_(pa.float32())),
+    ]
+)
+"""Arrival. `contract` and `generation` are JSON objects, as in the JSON body."""
+
+CANDIDATE_SCHEMA = pa.schema(
+    [
+        ("rollout_id", pa.utf8()),
+        ("revision", pa.int32()),
+        ("group_id", pa.utf8()),
+        ("task_id", pa.utf8()),
+        ("sample_index", pa.int32()),
+        ("policy_version", pa.int32()),
+        ("lag", pa.int32()),
+        ("reward", pa.float64()),
+        ("token_ids", pa.list_(pa.int32())),
+        ("action_mask", pa.list_(pa.bool_())),
+        ("behavior_log_probs", pa.list_(pa.float32())),
+    ]
+)
+"""Candidates. The schema's metadata holds `groups` and `empty` as JSON."""
+
+RESERVE_SCHEMA = pa.schema(
+    [
+        ("rollout_id", pa.utf8()),
+        ("revision", pa.int32()),
+        ("current_log_probs", pa.list_(pa.float32())),
+        ("use", pa.utf8()),
+    ]
+)
+"""Reservation; float64 log-probs are taken too. The metadata's `request` holds the other fields as JSON."""
+
+
+class ArrowError(ValueError):
+    """The stream is no Arrow IPC stream, or lacks a column, or has one of another type."""
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """One column of lists: flat values [N] and offsets [n + 1]."""
+
+    values: npt.NDArray[Any]
+    offsets: IntArray
+
+    def __getitem__(self, i: int) -> npt.NDArray[Any]:
+        return self.values[self.offsets[i] : self.offsets[i + 1]]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def take(self, rows: Sequence[int]) -> Ragged:
+        """These rows, in this order, as a column of their own."""
+        return ragged([self[i] for i in rows], self.values.dtype)
+
+
+def ragged(rows: Sequence[npt.ArrayLike], dtype: npt.DTypeLike) -> Ragged:
+    """Lays rows end to end."""
+    arrays = [np.asarray(row, dtype=dtype) for row in rows]
+    offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
+    np.cumsum([len(a) for a in arrays], out=offsets[1:])
+    return Ragged(np.concatenate(arrays) if arrays else np.empty(0, dtype=dtype), offsets)
+
+
+@dataclass(frozen=True)
+class RolloutColumns:
+    """A batch of rollouts. `identities[i]` is a Fault where the item had no readable identity.
+
+    token_ids int32, action_mask bool, behavior_log_probs float32.
+    """
+
+    identities: list[RolloutIdentity | Fault]
+    ids: list[str | None]
+    token_ids: Ragged
+    action_mask: Ragged
+    behavior_log_probs: Ragged
+
+    def __len__(self) -> int:
+        return len(self.identities)
+
+
+def _read_table(data: bytes, schema: pa.Schema, wide: frozenset[str] = frozenset()) -> pa.Table:
+    """The stream as one table with exactly the schema's columns. Columns in `wide` may be of float64."""
+    try:
+        with pa.ipc.open_stream(io.BytesIO(data)) as reader:
+            table = reader.read_all()
+            table.validate(full=True)
+    except (pa.ArrowException, OSError, ValueError, TypeError, OverflowError) as error:
+        raise ArrowError(f"not a readable Arrow IPC stream: {str(error)[:200]}") from error
+    names = table.column_names
+    if len(set(names)) != len(names):
+        raise ArrowError("a column appears twice")
+    unknown = sorted(set(names) - set(schema.names))
+    missing = [name for name in schema.names if name not in names]
+    if unknown or missing:
+        raise ArrowError(f"missing columns: {missing or 'none'}; unknown columns: {unknown or 'none'}")
+    columns = []
+    for field in schema:
+        column = table.column(field.name)
+        if pa.types.is_dictionary(column.type):
+            column = column.cast(column.type.value_type)
+        if column.type != field.type and not (field.name in wide and _is_float_list(column.type)):
+            try:
+                column = column.cast(field.type)
+            except pa.ArrowException as error:
+                raise ArrowError(f"column {field.name} is {column.type}, not {field.type}") from error
+        columns.append(column.combine_chunks())
+    return pa.table(columns, names=schema.names).replace_schema_metadata(table.schema.metadata)
+
+
+def _is_float_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) and pa.types.is_floating(kind.value_type))
+
+
+def _ragged_column(table: pa.Table, name: str, dtype: npt.DTypeLike) -> Ragged:
+    column = table.column(name)
+    array: pa.ListArray = column.chunk(0) if column.num_chunks else column.combine_chunks()
+    lengths = np.asarray(array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False), dtype=np.int64)
+    values = array.flatten()
+    if values.null_count:
+        if pa.types.is_floating(values.type):
+            values = values.fill_null(float("nan"))
+        elif pa.types.is_integer(values.type):
+            values = values.fill_null(-1)
+        else:
+            raise ArrowError(f"column {name} holds nulls")
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return Ragged(values.to_numpy(zero_copy_only=False).astype(dtype, copy=False), offsets)
+
+
+def list_array(column: Ragged, kind: pa.DataType) -> pa.ListArray:
+    """A ragged column as an Arrow list array."""
+    return pa.ListArray.from_arrays(pa.array(column.offsets, pa.int32()), pa.array(column.values, kind))
+
+
+def _write(table: pa.Table) -> bytes:
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue()
+
+
+def validation_fault(error: ValidationError) -> Fault:
+    """The first thing that a model refused, as a fault with its field."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    field = ".".join(str(part) for part in first["loc"])
+    code = "missing_field" if first["type"] == "missing" else "invalid_field"
+    return Fault(code, field, f"{field or 'rollout'}: {first['msg']}")
+
+
+def decode_rollouts(data: bytes) -> RolloutColumns:
+    """Reads an arrival's Arrow stream. A row without a whole identity becomes a Fault; ArrowError refuses all."""
+    table = _read_table(data, ROLLOUT_SCHEMA)
+    rows = table.drop_columns(["token_ids", "action_mask", "behavior_log_probs"]).to_pylist()
+    identities: list[RolloutIdentity | Fault] = []
+    contracts: dict[str | None, Any] = {}
+    for row in rows:
+        try:
+            for name in ("contract", "generation"):
+                text = row[name]
+                if text not in contracts:
+                    contracts[text] = json.loads(text) if text else ({} if name == "generation" else None)
+                row[name] = contracts[text]
+            identities.append(RolloutIdentity.model_validate({k: v for k, v in row.items() if v is not None}))
+        except ValidationError as error:
+            identities.append(validation_fault(error))
+        except (json.JSONDecodeError, RecursionError) as error:
+            identities.append(Fault("invalid_field", "contract", f"contract or generation is no JSON: {error}"))
+    return RolloutColumns(
+        identities,
+        [row["rollout_id"] for row in rows],
+        _ragged_column(table, "token_ids", np.int64),
+        _ragged_column(table, "action_mask", np.bool_),
+        _ragged_column(table, "behavior_log_probs", np.float32),
+    )
+
+
+def rollout_columns(rollouts: Sequence[Rollout]) -> RolloutColumns:
+    """The columns of rollouts that came as models."""
+    with np.errstate(over="ignore"):
+        log_probs = ragged([[np.nan if v is None else v for v in r.behavior_log_probs] for r in rollouts], np.float32)
+    return RolloutColumns(
+        [RolloutIdentity.model_validate(_identity_fields(r)) for r in rollouts],
+        [r.rollout_id for r in rollouts],
+        ragged([r.token_ids for r in rollouts], np.int64),
+        ragged([r.action_mask for r in rollouts], np.bool_),
+        log_probs,
+    )
+
+
+def _identity_fields(rollout: Rollout) -> dict[str, Any]:
+    return {name: getattr(rollout, name) for name in RolloutIdentity.model_fields}
+
+
+def encode_rollouts(columns: RolloutColumns) -> bytes:
+    """An arrival's Arrow stream. ValueError where an identity is a Fault."""
+    identities: list[RolloutIdentity] = []
+    for identity in columns.identities:
+        if isinstance(identity, Fault):
+            raise ValueError(f"cannot send a rollout that is at fault: {identity.detail}")
+        identities.append(identity)
+    scalars = {
+        name: pa.array([getattr(i, name) for i in identities], ROLLOUT_SCHEMA.field(name).type)
+        for name in (
+            "rollout_id", "task_id", "task_source", "group_id", "sample_index", "attempt",
+            "span_source", "worker_id", "incarnation",
+        )
+    }  # fmt: skip
+    arrays = scalars | {
+        "spans": pa.array([[s.model_dump() for s in i.spans] for i in identities], pa.list_(_SPAN)),
+        "contract": pa.array([i.contract.model_dump_json() for i in identities]),
+        "generation": pa.array([i.generation.model_dump_json(exclude_none=True) for i in identities]),
+        "token_ids": list_array(columns.token_ids, pa.int32()),
+        "action_mask": list_array(columns.action_mask, pa.bool_()),
+        "behavior_log_probs": list_array(columns.behavior_log_probs, pa.float32()),
+    }
+    return _write(pa.table([arrays[name] for name in ROLLOUT_SCHEMA.names], schema=ROLLOUT_SCHEMA))
+
+
+@dataclass(frozen=True)
+class CandidateColumns:
+    """Candidates: one entry per rollout in the scalar lists; evidence as in RolloutColumns."""
+
+    rollout_id: list[str]
+    revision: list[int]
+    group_id: list[str]
+    task_id: list[str]
+    sample_index: list[int]
+    policy_version: list[int]
+    lag: list[int]
+    reward: list[float]
+    token_ids: Ragged
+    action_mask: Ragged
+    behavior_log_probs: Ragged
+    groups: list[str]
+    empty: EmptyReason | None
+
+    def __len__(self) -> int:
+        return len(self.rollout_id)
+
+    def to_model(self) -> Candidates:
+        """The same as a JSON model."""
+        rollouts = [
+            CandidateRollout(
+                rollout_id=self.rollout_id[i],
+                revision=self.revision[i],
+                group_id=self.group_id[i],
+                task_id=self.task_id[i],
+                sample_index=self.sample_index[i],
+                policy_version=self.policy_version[i],
+                lag=self.lag[i],
+                reward=self.reward[i],
+                token_ids=self.token_ids[i].tolist(),
+                action_mask=self.action_mask[i].tolist(),
+                behavior_log_probs=nulls_for_nan(self.behavior_log_probs[i]),
+            )
+            for i in range(len(self))
+        ]
+        return Candidates(rollouts=rollouts, groups=self.groups, empty=self.empty)
+
+
+def nulls_for_nan(values: npt.NDArray[np.floating[Any]]) -> list[float | None]:
+    """JSON has no NaN: a masked log-prob that is not finite becomes null."""
+    return [float(v) if np.isfinite(v) else None for v in values]
+
+
+_CANDIDATE_SCALARS = (
+    "rollout_id", "revision", "group_id", "task_id", "sample_index", "policy_version", "lag", "reward",
+)  # fmt: skip
+
+
+def encode_candidates(columns: CandidateColumns) -> bytes:
+    """The Arrow stream of a candidates answer."""
+    arrays = {
+        name: pa.array(getattr(columns, name), CANDIDATE_SCHEMA.field(name).type) for name in _CANDIDATE_SCALARS
+    } | {
+        "token_ids": list_array(columns.token_ids, pa.int32()),
+        "action_mask": list_array(columns.action_mask, pa.bool_()),
+        "behavior_log_probs": list_array(columns.behavior_log_probs, pa.float32()),
+    }
+    metadata = {
+        "groups": json.dumps(columns.groups),
+        "empty": columns.empty.model_dump_json() if columns.empty else "null",
+    }
+    schema = CANDIDATE_SCHEMA.with_metadata(metadata)
+    return _write(pa.table([arrays[name] for name in CANDIDATE_SCHEMA.names], schema=schema))
+
+
+def decode_candidates(data: bytes) -> CandidateColumns:
+    """Reads a candidates answer."""
+    table = _read_table(data, CANDIDATE_SCHEMA)
+    metadata = table.schema.metadata or {}
+    empty = json.loads(metadata.get(b"empty", b"null"))
+    return CandidateColumns(
+        **{name: table.column(name).to_pylist() for name in _CANDIDATE_SCALARS},
+        token_ids=_ragged_column(table, "token_ids", np.int64),
+        action_mask=_ragged_column(table, "action_mask", np.bool_),
+        behavior_log_probs=_ragged_column(table, "behavior_log_probs", np.float32),
+        groups=json.loads(metadata.get(b"groups", b"[]")),
+        empty=EmptyReason.model_validate(empty) if empty else None,
+    )
+
+
+@dataclass(frozen=True)
+class ReserveColumns:
+    """A reservation. `current_log_probs` is float64; `given[i]` says whether rollout i came with any."""
+
+    owner: str
+    after_commit_no: int
+    confirm_drift: bool
+    rollout_id: list[str]
+    revision: list[int]
+    use: list[str | None]
+    given: list[bool]
+    current_log_probs: Ragged
+
+    def __len__(self) -> int:
+        return len(self.rollout_id)
+
+
+def reserve_columns(request: ReserveRequest) -> ReserveColumns:
+    """The columns of a reservation that came as a model."""
+    items = request.rollouts
+    return ReserveColumns(
+        request.owner,
+        request.after_commit_no,
+        request.confirm_drift,
+        [item.rollout_id for item in items],
+        [item.revision for item in items],
+        [item.use for item in items],
+        [item.current_log_probs is not None for item in items],
+        ragged([[np.nan if v is None else v for v in item.current_log_probs or ()] for item in items], np.float64),
+    )
+
+
+def encode_reserve(columns: ReserveColumns) -> bytes:
+    """A reservation's Arrow stream; log-probs are sent as they are, float64."""
+    request = {
+        "owner": columns.owner,
+        "after_commit_no": columns.after_commit_no,
+        "confirm_drift": columns.confirm_drift,
+    }
+    offsets = [int(o) if g else None for o, g in zip(columns.current_log_probs.offsets, columns.given, strict=False)]
+    log_probs = pa.ListArray.from_arrays(
+        pa.array([*offsets, int(columns.current_log_probs.offsets[-1])], pa.int32()),
+        pa.array(columns.current_log_probs.values, pa.float64()),
+    )
+    schema = pa.schema(
+        [
+            ("rollout_id", pa.utf8()),
+            ("revision", pa.int32()),
+            ("current_log_probs", pa.list_(pa.float64())),
+            ("use", pa.utf8()),
+        ],
+        metadata={"request": json.dumps(request)},
+    )
+    return _write(pa.table([pa.array(columns.rollout_id), columns.revision, log_probs, columns.use], schema=schema))
+
+
+def decode_reserve(data: bytes) -> ReserveColumns:
+    """Reads a reservation's Arrow stream. ArrowError, or pydantic's ValidationError, where it is wrong."""
+    table = _read_table(data, RESERVE_SCHEMA, frozenset({"current_log_probs"}))
+    try:
+        request = json.loads((table.schema.metadata or {})[b"request"])
+    except (KeyError, ValueError, RecursionError) as error:
+        raise ArrowError("the schema's metadata holds no 'request' as JSON") from error
+    if not isinstance(request, dict):
+        raise ArrowError("the metadata's 'request' is not an object")
+    ids, revisions, uses = (table.column(n).to_pylist() for n in ("rollout_id", "revision", "use"))
+    # The same limits as for JSON, from the same model.
+    model = ReserveRequest.model_validate(
+        request
+        | {
+            "rollouts": [
+                ReserveItem.model_construct(rollout_id=r, revision=v, current_log_probs=None, use=u)
+                for r, v, u in zip(ids, revisions, uses, strict=True)
+            ]
+        }
+    )
+    for r, v, u in zip(ids, revisions, uses, strict=True):
+        ReserveItem(rollout_id=r, revision=v, use=u)
+    column = table.column("current_log_probs")
+    given = [bool(v) for v in column.is_valid().to_pylist()]
+    return ReserveColumns(
+        model.owner,
+        model.after_commit_no,
+        model.confirm_drift,
+        ids,
+        revisions,
+        uses,
+        given,
+        _ragged_column(table, "current_log_probs", np.float64),
+    )

@@ -1,0 +1,149 @@
+"""Policy versions, their artifacts, and the activations that make one of them active."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from coordinator.wire.base import Count, Identifier, Name, Sha256, Version, WireModel
+
+Kind = Literal["base", "lora", "full"]
+
+
+class BaseModelIdentity(WireModel):
+    """The model that a policy builds on; sha256 is over its weights."""
+
+    name: str = Field(min_length=1, max_length=300)
+    revision: str = Field(min_length=1, max_length=200)
+    sha256: Sha256
+
+
+class PolicyRef(WireModel):
+    """A policy version together with the hash that proves which weights it means."""
+
+    version: Version
+    artifact_hash: Sha256
+
+
+class ArtifactFile(WireModel):
+    """One file of an artifact."""
+
+    name: Annotated[str, Field(min_length=1, max_length=255)]
+    size: Annotated[int, Field(strict=True, ge=0, le=2**53)]
+    sha256: Sha256
+
+
+class PreparePolicy(WireModel):
+    """A new policy version with the manifest of its artifact."""
+
+    version: Version
+    parent_version: Version = Field(description="the version that the updates began from")
+    updates: tuple[Identifier, ...] = Field((), description="the committed updates that made this version")
+    kind: Literal["lora", "full"] = "lora"
+    base_model: BaseModelIdentity
+    files: tuple[ArtifactFile, ...] = Field(min_length=1, max_length=10_000)
+
+
+class PolicyView(WireModel):
+    """A policy version as it stands."""
+
+    version: int
+    artifact_hash: Sha256
+    kind: Kind
+    state: Literal["prepared", "committed", "active", "retired", "abandoned", "withdrawn"]
+    parent_version: int | None
+    lag_clock: int
+    base_model: BaseModelIdentity
+    files: tuple[ArtifactFile, ...]
+    updates: tuple[str, ...]
+    prepared_at: datetime
+    committed_at: datetime | None
+    activated_at: datetime | None
+    ended_at: datetime | None
+
+
+class PolicyList(WireModel):
+    """Policy versions, lowest number first."""
+
+    policies: list[PolicyView]
+
+
+class OpenActivation(WireModel):
+    """Freezes the workers that must confirm a version before it becomes active."""
+
+    activation_id: Identifier
+    required_workers: tuple[Name, ...] | None = Field(
+        None, description="by name; left out: every live worker that is neither draining nor fenced"
+    )
+
+
+class RequiredWorker(WireModel):
+    """One worker that an activation waits for, and what it said."""
+
+    worker_id: str
+    incarnation: str
+    ack: Literal["missing", "matching", "mismatched"]
+    acked_at: datetime | None
+    detail: str | None
+
+
+class ActivationView(WireModel):
+    """An activation as it stands."""
+
+    activation_id: str
+    version: int
+    artifact_hash: Sha256
+    state: Literal["waiting", "open", "succeeded", "failed", "given_up", "superseded"]
+    required: tuple[RequiredWorker, ...]
+    reason: str | None
+    opened_at: datetime
+    deadline_at: datetime
+    ended_at: datetime | None
+
+
+class ActivationList(WireModel):
+    """Activations, oldest first."""
+
+    activations: list[ActivationView]
+
+
+class ActivationVerdict(WireModel):
+    """Whether the switch was made; the first reason that holds, and the workers that hold it back."""
+
+    activated: bool
+    reason: Literal[
+        "artifact_not_committed",
+        "non_monotonic_version",
+        "missing_worker_ack",
+        "worker_mismatch",
+        "activated",
+    ]
+    missing_workers: tuple[str, ...]
+    mismatched_workers: tuple[str, ...]
+    active: PolicyRef
+
+
+class GiveUp(WireModel):
+    """Ends an activation; its version is abandoned."""
+
+    reason: str = Field(min_length=1, max_length=500)
+
+
+class Candidate(WireModel):
+    """A version that workers are asked to load and confirm."""
+
+    activation_id: str
+    version: int
+    artifact_hash: Sha256
+    kind: Kind
+    deadline_at: datetime
+
+
+class Watch(WireModel):
+    """What a worker needs to know: the active version and the one that is to follow it."""
+
+    event_no: Count
+    active: PolicyRef
+    candidate: Candidate | None

@@ -1,0 +1,162 @@
+"""Runs: one experiment, one line of policy versions, one admission rule."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from coordinator.wire.base import Name, Sha256, Version, WireModel
+from coordinator.wire.policies import BaseModelIdentity, PolicyRef
+
+Gate = Literal["enforce", "observe"]
+Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
+
+
+class RunSettings(WireModel):
+    """The admission rule and the clocks of a run, fixed at its creation. Durations are seconds."""
+
+    max_lag: int = Field(4, strict=True, ge=0, le=1_000_000, description="greatest admissible lag, in policy versions")
+    max_drift: float = Field(0.2, ge=0, description="greatest admissible mean |d log-prob| over action tokens")
+    lag_gate: Gate = Field("enforce", description="observe: a stale rollout is recorded as would_refuse, not refused")
+    drift_gate: Literal["enforce", "observe", "off"] = Field(
+        "enforce", description="observe: recorded as would_refuse; off: no current log-probs are asked for"
+    )
+    stale_to: Literal["offline", "quarantined"] = Field("offline", description="where a stale rollout goes")
+    group_size: int | None = Field(
+        None,
+        strict=True,
+        ge=1,
+        le=4096,
+        description="members of a group; none: every rollout is its own group",
+    )
+    max_attempts: int = Field(1, strict=True, ge=1, le=1000, description="attempts at one member of a group")
+    min_usable: int | Literal["all"] | None = Field(
+        None, description="members that must be admissible; default 2, or the group size if smaller"
+    )
+    groups_per_update: int | None = Field(
+        None, strict=True, ge=1, description="groups that one update takes; sets the capacity for tickets"
+    )
+    required_caches: tuple[str, ...] = Field((), description="caches that every ack must say it reset")
+    activation: Literal["last_ack", "by_hand"] = Field("last_ack", description="what makes the switch")
+    on_expiry: Literal["release", "quarantine"] = Field("release", description="what an expired lease does")
+    update_lease_seconds: Seconds = 120
+    hold_seconds: Seconds = 60
+    heartbeat_seconds: Seconds = 15
+    lost_after_seconds: Seconds = 60
+    activation_deadline_seconds: Seconds = 300
+    group_deadline_seconds: Seconds = 900
+    ticket_seconds: Seconds = 600
+    longest_wait_seconds: Seconds = 60
+
+    @model_validator(mode="after")
+    def _usable_within_group(self) -> RunSettings:
+        size = self.group_size or 1
+        if isinstance(self.min_usable, int) and not 1 <= self.min_usable <= size:
+            raise ValueError(f"min_usable must be between 1 and the group size {size}")
+        return self
+
+    @property
+    def usable_needed(self) -> int:
+        """Members of a group that must be admissible for it to enter an update."""
+        size = self.group_size or 1
+        if self.min_usable == "all":
+            return size
+        return self.min_usable if self.min_usable is not None else min(2, size)
+
+
+class GenerationContract(WireModel):
+    """How the tokens were made. Two rollouts of one update share one contract."""
+
+    tokenizer_hash: Sha256
+    chat_template_hash: Sha256
+    temperature: float = Field(ge=0)
+    top_p: float = Field(gt=0, le=1)
+    top_k: int = Field(0, strict=True, ge=0, description="0: off")
+    min_p: float = Field(0.0, ge=0, le=1)
+    logprobs_mode: Literal["raw", "processed"]
+    dtype: Literal["float32", "bfloat16", "float16", "float8"]
+
+
+class FirstPolicy(WireModel):
+    """The version that a run begins with: the base model itself, without files."""
+
+    version: Version = 0
+    base_model: BaseModelIdentity
+
+
+class CreateRun(WireModel):
+    """A new run with its admission rule, generation contract and first policy version."""
+
+    run_id: Name
+    settings: RunSettings = RunSettings()
+    contract: GenerationContract
+    vocab_size: int = Field(strict=True, ge=1, le=2**31 - 1, description="token ids lie in [0, vocab_size)")
+    policy: FirstPolicy
+
+
+class RunView(WireModel):
+    """A run as it stands."""
+
+    run_id: str
+    settings: RunSettings
+    contract: GenerationContract
+    contract_hash: Sha256
+    vocab_size: int
+    active: PolicyRef
+    last_commit_no: int = Field(description="the last commit of the surviving line; 0: none")
+    event_no: int = Field(description="the number of the newest event of the run")
+    created_at: datetime
+
+
+class RunList(WireModel):
+    """Runs in the order of their creation."""
+
+    runs: list[RunView]
+
+
+class RunCounts(WireModel):
+    """How many rollouts are in each state."""
+
+    rollouts: dict[str, int]
+
+
+class JournalEntry(WireModel):
+    """One change of a run that is not a rollout's, numbered without holes."""
+
+    event_no: int
+    event: str
+    subject: str
+    actor: str
+    at: datetime
+    detail: dict[str, object]
+
+
+class Journal(WireModel):
+    """Entries after the one that was asked for, oldest first."""
+
+    entries: list[JournalEntry]
+    next_after: int
+
+
+class FailureView(WireModel):
+    """One recorded failure; attempts add up and never overwrite."""
+
+    failure_no: int
+    stage: str
+    kind: str
+    message: str
+    actor: str
+    at: datetime
+    rollout_id: str | None = None
+    update_id: str | None = None
+    version: int | None = None
+    worker_id: str | None = None
+
+
+class FailureList(WireModel):
+    """Failures of a run, oldest first."""
+
+    failures: list[FailureView]
+    next_after: int

@@ -1,0 +1,57 @@
+"""Bearer tokens and the roles that they carry."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from coordinator.wire.base import Name, WireModel
+
+Role = Literal["admin", "trainer", "worker", "reward", "viewer"]
+
+
+class CreateToken(WireModel):
+    """A token of one role. Without a run it counts for every run; a worker's is bound to one worker id."""
+
+    name: Name
+    role: Role
+    run_id: Name | None = None
+    worker_id: Name | None = None
+    expires_at: datetime | None = None
+
+    @model_validator(mode="after")
+    def _worker_is_bound(self) -> CreateToken:
+        if (self.role == "worker") != (self.worker_id is not None):
+            raise ValueError("a worker's token, and only a worker's, names its worker_id")
+        if self.role == "admin" and self.run_id is not None:
+            raise ValueError("an admin's token is not bound to a run")
+        if self.expires_at is not None and self.expires_at.tzinfo is None:
+            raise ValueError("expires_at needs a time zone")
+        return self
+
+
+class TokenView(WireModel):
+    """A token without its secret."""
+
+    token_id: str
+    name: str
+    role: Role
+    run_id: str | None
+    worker_id: str | None
+    created_at: datetime
+    expires_at: datetime | None
+    revoked_at: datetime | None
+
+
+class CreatedToken(TokenView):
+    """A new token; the secret is shown this once and kept nowhere."""
+
+    token: str = Field(description="send it as 'Authorization: Bearer <token>'")
+
+
+class TokenList(WireModel):
+    """Tokens in the order of their creation."""
+
+    tokens: list[TokenView]

@@ -1,0 +1,215 @@
+"""Updates: one training step over one set of reserved rollouts."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from coordinator.wire.base import Count, Identifier, Sha256, Version, WireModel
+
+Owner = Annotated[Identifier, Field(description="the incarnation of the trainer process that owns the update")]
+
+
+class OpenUpdate(WireModel):
+    """Opens an update for weights that come from this policy version; the same call again restates it."""
+
+    owner: Owner
+    policy_version: Version
+    artifact_hash: Sha256
+
+
+class UpdateView(WireModel):
+    """An update as it stands."""
+
+    update_id: str
+    state: Literal["open", "committed", "aborted", "expired", "fenced", "rewound"]
+    owner: str
+    policy_version: int
+    artifact_hash: Sha256
+    after_commit_no: int | None
+    commit_no: int | None
+    reserved: int = Field(description="rollouts that it holds now")
+    reason: str | None
+    opened_at: datetime
+    lease_until: datetime
+    ended_at: datetime | None
+    last_commit_no: int = Field(description="the last commit of the run's surviving line; 0: none")
+
+
+class UpdateList(WireModel):
+    """Updates, oldest first."""
+
+    updates: list[UpdateView]
+
+
+class CandidatesRequest(WireModel):
+    """Asks for whole groups that this update could reserve, and holds them for it."""
+
+    owner: Owner
+    groups: int = Field(strict=True, ge=1, le=4096)
+    wait_seconds: float = Field(0, ge=0, le=3600, description="how long to wait for that many groups")
+
+
+class CandidateRollout(WireModel):
+    """A rollout that an update may reserve, with its evidence."""
+
+    rollout_id: str
+    revision: int
+    group_id: str
+    task_id: str
+    sample_index: int
+    policy_version: int = Field(description="of the oldest action token")
+    lag: int
+    reward: float
+    token_ids: list[int]
+    action_mask: list[bool]
+    behavior_log_probs: list[float | None]
+
+
+class EmptyReason(WireModel):
+    """Why no candidate was there, and since when."""
+
+    reason: Literal["no_live_producers", "nothing_rewarded", "all_stale", "held_by_others", "groups_incomplete"]
+    since: datetime | None
+
+
+class Candidates(WireModel):
+    """Whole groups, the oldest admissible first; `empty` says why there is none."""
+
+    rollouts: list[CandidateRollout]
+    groups: list[str]
+    empty: EmptyReason | None
+
+
+class ReserveItem(WireModel):
+    """One rollout to bind: the revision seen, and the current policy's log-probs, as long as token_ids."""
+
+    rollout_id: Identifier
+    revision: Count
+    current_log_probs: list[float | None] | None = None
+    use: str | None = Field(None, max_length=100, description="kept for lineage: chosen, rejected, a pair id")
+
+
+class ReserveRequest(WireModel):
+    """Rollouts to bind to this update. Names every rewarded member of each group."""
+
+    owner: Owner
+    after_commit_no: Count = Field(description="the last commit that the weights contain; 0: none")
+    confirm_drift: bool = False
+    rollouts: list[ReserveItem] = Field(min_length=1, max_length=16_384)
+
+
+class ReserveVerdict(WireModel):
+    """What became of one rollout."""
+
+    rollout_id: str
+    verdict: Literal[
+        "missing_rollout",
+        "idempotent_retry",
+        "update_fenced",
+        "revision_conflict",
+        "not_rewarded",
+        "contract_mismatch",
+        "policy_withdrawn",
+        "candidate_not_active",
+        "future_policy",
+        "stale_policy",
+        "policy_drift",
+        "group_refused",
+        "reserved",
+    ]
+    state: str | None
+    revision: int | None
+    lag: int | None
+    drift: float | None
+    would_refuse: str | None = None
+
+
+class GroupVerdict(WireModel):
+    """How many members of a group the update got, and the rewards of those that it did not."""
+
+    group_id: str
+    usable: int
+    refused_rewards: dict[str, float]
+
+
+class ReserveAnswer(WireModel):
+    """One verdict for each rollout, in the order sent, and one for each group."""
+
+    verdicts: list[ReserveVerdict]
+    groups: list[GroupVerdict]
+
+
+class Renew(WireModel):
+    """Extends the lease by the run's lease time, from now."""
+
+    owner: Owner
+
+
+class Discard(WireModel):
+    """A reserved rollout that was not used after all."""
+
+    rollout_id: Identifier
+    reason: str = Field(min_length=1, max_length=200)
+
+
+class CommitUpdate(WireModel):
+    """Consumes everything that the update holds, once."""
+
+    owner: Owner
+    after_commit_no: Count
+    discards: list[Discard] = Field(default_factory=list, max_length=16_384)
+
+
+class AbortUpdate(WireModel):
+    """Ends the update without consuming anything."""
+
+    owner: Owner
+    reason: str = Field(min_length=1, max_length=500)
+    quarantine: bool = Field(False, description="quarantine what it holds instead of releasing it")
+
+
+class LineageSpan(WireModel):
+    """A policy version that produced tokens of a member."""
+
+    version: int
+    artifact_hash: Sha256
+
+
+class LineageMember(WireModel):
+    """A rollout that the update consumed or discarded, with everything that it came from."""
+
+    rollout_id: str
+    group_id: str
+    outcome: Literal["reserved", "consumed", "discarded", "released", "quarantined"]
+    use: str | None
+    revision: int
+    policies: tuple[LineageSpan, ...]
+    worker_id: str
+    incarnation: str
+    ruleset_id: str | None
+    ruleset_hash: str | None
+    reward: float | None
+    lag: int
+    drift: float | None
+
+
+class LineageRefusal(WireModel):
+    """A rollout that the update asked for and did not get."""
+
+    rollout_id: str
+    group_id: str
+    verdict: str
+    lag: int | None
+    drift: float | None
+
+
+class Lineage(WireModel):
+    """Where an update came from and what it led to."""
+
+    update: UpdateView
+    members: list[LineageMember]
+    refusals: list[LineageRefusal]
+    made_versions: list[int] = Field(description="policy versions that name this update")

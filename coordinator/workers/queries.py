@@ -1,0 +1,97 @@
+"""Every statement about workers."""
+
+from sqlalchemy import text
+
+_COLUMNS = """
+    worker_id, incarnation, draining, fenced_reason, suspect_reason, engine, engine_version, registered_at,
+    heartbeat_at, deregistered_at,
+    heartbeat_at <= clock_timestamp() - make_interval(secs => :lost_after_seconds) AS lost
+"""
+
+REGISTER = text("""
+    INSERT INTO workers (run_no, worker_id, incarnation, engine, engine_version)
+    VALUES (:run_no, :worker_id, :incarnation, :engine, :engine_version)
+    ON CONFLICT (run_no, worker_id) DO UPDATE SET
+        incarnation = EXCLUDED.incarnation, engine = EXCLUDED.engine, engine_version = EXCLUDED.engine_version,
+        draining = false, fenced_reason = NULL, suspect_reason = NULL, registered_at = clock_timestamp(),
+        heartbeat_at = clock_timestamp(), deregistered_at = NULL
+""")
+
+REMEMBER_INCARNATION = text("""
+    INSERT INTO incarnations (run_no, worker_id, incarnation) VALUES (:run_no, :worker_id, :incarnation)
+    ON CONFLICT DO NOTHING
+    RETURNING incarnation
+""")
+
+GET_WORKER = text(f"SELECT {_COLUMNS} FROM workers WHERE run_no = :run_no AND worker_id = :worker_id")
+
+LOCK_WORKER = text("SELECT FROM workers WHERE run_no = :run_no AND worker_id = :worker_id FOR UPDATE")
+
+LIST_WORKERS = text(f"SELECT {_COLUMNS} FROM workers WHERE run_no = :run_no ORDER BY worker_id")
+
+BEAT = text("""
+    UPDATE workers SET heartbeat_at = clock_timestamp()
+    WHERE run_no = :run_no AND worker_id = :worker_id AND incarnation = :incarnation AND deregistered_at IS NULL
+    RETURNING worker_id
+""")
+
+SET_DRAINING = text("UPDATE workers SET draining = true WHERE run_no = :run_no AND worker_id = :worker_id")
+
+SET_DEREGISTERED = text("""
+    UPDATE workers SET draining = true, deregistered_at = clock_timestamp()
+    WHERE run_no = :run_no AND worker_id = :worker_id AND deregistered_at IS NULL
+""")
+
+SET_FENCED = text("""
+    UPDATE workers SET fenced_reason = :reason WHERE run_no = :run_no AND worker_id = :worker_id
+""")
+
+STORE_ACK = text("""
+    INSERT INTO acks (run_no, worker_id, incarnation, version, artifact_hash, matching, detail, digest, caches_reset,
+                      activation_id)
+    VALUES (:run_no, :worker_id, :incarnation, :version, :artifact_hash, :matching, :detail, :digest,
+            CAST(:caches_reset AS text[]), :activation_id)
+    ON CONFLICT (run_no, worker_id, incarnation, version) DO UPDATE SET
+        artifact_hash = EXCLUDED.artifact_hash, matching = EXCLUDED.matching, detail = EXCLUDED.detail,
+        digest = EXCLUDED.digest, caches_reset = EXCLUDED.caches_reset, activation_id = EXCLUDED.activation_id,
+        acked_at = clock_timestamp()
+    RETURNING (xmax = 0) AS first
+""")
+
+SAME_ACK = text("""
+    SELECT 1 AS same FROM acks
+    WHERE run_no = :run_no AND worker_id = :worker_id AND incarnation = :incarnation AND version = :version
+      AND artifact_hash = :artifact_hash AND digest IS NOT DISTINCT FROM CAST(:digest AS text)
+      AND caches_reset = CAST(:caches_reset AS text[])
+      AND activation_id IS NOT DISTINCT FROM CAST(:activation_id AS text)
+""")
+
+# Groups that could still enter an update and are not consumed, and those that other tickets stand for.
+GROUPS_IN_FLIGHT = text("""
+    SELECT
+        (SELECT count(*) FROM groups g
+         WHERE g.run_no = :run_no AND g.state = 'open'
+           AND (g.freshest_clock IS NULL OR g.freshest_clock >= :active_clock - CAST(:max_lag AS int))) AS unconsumed,
+        (SELECT count(*) FROM tickets t WHERE t.run_no = :run_no AND t.expires_at > clock_timestamp()) AS ticketed
+""")
+
+# A ticket that is there is kept by its holder; one that ended may go to somebody else.
+GRANT = text("""
+    INSERT INTO tickets (run_no, group_id, worker_id, incarnation, expires_at)
+    SELECT :run_no, id, :worker_id, :incarnation, clock_timestamp() + make_interval(secs => :ticket_seconds)
+    FROM unnest(CAST(:group_ids AS text[])) AS id
+    ON CONFLICT (run_no, group_id) DO UPDATE SET
+        worker_id = EXCLUDED.worker_id, incarnation = EXCLUDED.incarnation, expires_at = EXCLUDED.expires_at
+    RETURNING group_id, expires_at
+""")
+
+OWN_TICKETS = text("""
+    SELECT group_id, worker_id, incarnation FROM tickets
+    WHERE run_no = :run_no AND group_id = ANY(CAST(:group_ids AS text[])) AND expires_at > clock_timestamp()
+""")
+
+ARRIVED_GROUPS = text("""
+    SELECT group_id FROM groups WHERE run_no = :run_no AND group_id = ANY(CAST(:group_ids AS text[]))
+""")
+
+DROP_ENDED_TICKETS = text("DELETE FROM tickets WHERE expires_at <= clock_timestamp() - interval '1 hour'")

@@ -1,0 +1,20 @@
+"""${message}
+
+Revision: ${up_revision}
+"""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+from sqlalchemy.dialects import postgresql
+
+revision = ${repr(up_revision)}
+down_revision = ${repr(down_revision)}
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    """Applies this revision; there is no way back."""
+    ${upgrades if upgrades else "pass"}

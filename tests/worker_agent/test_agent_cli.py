@@ -1,0 +1,89 @@
+"""`worker-agent run` as a process of its own."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from coordinator.client import Coordinator
+from coordinator.wire.policies import BaseModelIdentity
+from coordinator.wire.runs import CreateRun, FirstPolicy, GenerationContract, RunSettings
+from tests.client.server_process import ServerProcess
+from worker_agent.models import identify
+
+pytestmark = pytest.mark.xdist_group("models")
+
+
+def test_it_works_from_stdin_and_leaves_in_good_order_on_sigterm(tmp_path: Path, tiny_model: Path) -> None:
+    server = ServerProcess(tmp_path / "data")
+    server.start()
+    model = identify(tiny_model)
+    base = BaseModelIdentity(name=model.name, revision=model.revision, sha256=model.sha256)
+    contract = GenerationContract(
+        tokenizer_hash=model.tokenizer_hash,
+        chat_template_hash=model.chat_template_hash,
+        temperature=0.7,
+        top_p=1.0,
+        logprobs_mode="raw",
+        dtype="float32",
+    )
+    arguments = ["--run", "cli", "--worker-id", "w1", "--model", str(tiny_model), "--tasks", "-", "--threads", "1"]
+    task = {"task_id": "t1", "messages": [{"role": "user", "content": "2+3="}]}
+    try:
+        with Coordinator(server.url, server.token) as coordinator:
+            run = coordinator.create_run(
+                CreateRun(
+                    run_id="cli",
+                    settings=RunSettings(group_size=3),
+                    contract=contract,
+                    vocab_size=model.vocab_size,
+                    policy=FirstPolicy(base_model=base),
+                )
+            )
+            with (tmp_path / "agent.log").open("wb") as log:
+                process = subprocess.Popen(
+                    [
+                        sys.executable,
+                        "-m",
+                        "worker_agent.cli",
+                        "run",
+                        *arguments,
+                        "--url",
+                        server.url,
+                        "--token",
+                        server.token,
+                        "--data",
+                        str(tmp_path / "worker"),
+                    ],
+                    stdin=subprocess.PIPE,
+                    stderr=log,
+                )
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(task).encode() + b"\n")
+            process.stdin.flush()
+            end = time.monotonic() + 90
+            while len(list(run.rollouts())) < 3 and time.monotonic() < end:
+                assert process.poll() is None, (tmp_path / "agent.log").read_text()[-2000:]
+                time.sleep(0.1)
+            process.send_signal(signal.SIGTERM)
+            code = process.wait(60)
+            lines = [line for line in (tmp_path / "agent.log").read_text().splitlines() if line.startswith("{")]
+            assert code == 0, lines
+            assert [r.rollout_id for r in run.rollouts()] == ["t1:0.0", "t1:1.0", "t1:2.0"]
+            assert [w.state for w in run.workers()] == ["deregistered"]
+            assert json.loads(lines[-1])["event"] == "deregistered"
+    finally:
+        server.stop()
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    started = time.monotonic()
+    answer = subprocess.run(
+        [sys.executable, "-m", "worker_agent.cli", "run", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "COORDINATOR_TOKEN" in answer.stdout
+    assert time.monotonic() - started < 10

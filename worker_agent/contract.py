@@ -1,0 +1,58 @@
+"""The generation contract that this worker fulfils, and whether it is the run's."""
+
+from __future__ import annotations
+
+from coordinator.client import Run
+from coordinator.wire.runs import GenerationContract, RunView
+from worker_agent.engines.engine import Engine, Sampling
+from worker_agent.models import ModelIdentity
+
+
+class ContractMismatch(Exception):
+    """This worker would generate under another contract than the run's; the message names every field."""
+
+
+def generation_contract(engine: Engine, model: ModelIdentity, sampling: Sampling) -> GenerationContract:
+    """The contract of what `engine` generates from `model` under `sampling`."""
+    return GenerationContract.model_validate(
+        {
+            "tokenizer_hash": model.tokenizer_hash,
+            "chat_template_hash": model.chat_template_hash,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "logprobs_mode": engine.logprobs_mode,
+            "dtype": engine.dtype,
+        }
+    )
+
+
+def run_sampling(view: RunView, max_tokens: int, stop: tuple[str, ...]) -> Sampling:
+    """How the run wants tokens drawn; length and stop texts are the worker's own."""
+    contract = view.contract
+    return Sampling(
+        temperature=contract.temperature,
+        top_p=contract.top_p,
+        top_k=contract.top_k,
+        min_p=contract.min_p,
+        max_tokens=max_tokens,
+        stop=stop,
+    )
+
+
+def check_contract(run: Run, view: RunView, contract: GenerationContract, model: ModelIdentity) -> None:
+    """Raises `ContractMismatch` unless contract, vocabulary and base model are the run's."""
+    ours, theirs = contract.model_dump(), view.contract.model_dump()
+    first = run.policies()[0].base_model
+    ours |= {"vocab_size": model.vocab_size, "base_model.sha256": model.sha256}
+    theirs |= {"vocab_size": view.vocab_size, "base_model.sha256": first.sha256}
+    differing = [
+        f"{name}: the run has {theirs[name]}, this worker {ours[name]}" for name in ours if ours[name] != theirs[name]
+    ]
+    if differing:
+        raise ContractMismatch(
+            f"this worker does not fit run {view.run_id} (base model {first.name}, {first.revision}): "
+            + "; ".join(differing)
+            + ". Start it on the run's model and engine settings, or name another run."
+        )

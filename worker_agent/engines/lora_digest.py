@@ -1,0 +1,125 @@
+"""Digest of LoRA weights: from an adapter folder, and from inside a vLLM worker.
+
+The two are equal when the worker holds the folder's weights, so a version label need not be believed. A
+digest is the sha256 over the tensors sorted by name, each as "name|shape|dtype|" and its bytes, where a name
+is the module's and ".A" or ".B", the dtype is the engine's, and B is multiplied by alpha / r (alpha / sqrt(r)
+for rank-stabilised LoRA). Tensors are whole: one worker, no tensor parallelism.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+class AdapterError(Exception):
+    """An adapter folder is incomplete, unreadable, or holds weights that no one should serve."""
+
+
+def digest_of_folder(folder: Path, dtype: str) -> str:
+    """Digest that an engine of `dtype` must report once it holds the adapter in `folder` (PEFT's layout).
+
+    Raises `AdapterError`, naming the file or the tensor.
+    """
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+        weights = load_file(folder / ADAPTER_WEIGHTS)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise AdapterError(f"adapter folder {folder} is not readable: {error!r}") from error
+    if rank < 1 or not weights:
+        raise AdapterError(f"adapter folder {folder} has rank {rank} and {len(weights)} tensors")
+    scaling = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+    named = []
+    for key, tensor in weights.items():
+        if not torch.isfinite(tensor).all():
+            raise AdapterError(f"adapter folder {folder}: {key} is not finite")
+        module, _, matrix = key.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".lora_")
+        if matrix not in ("A", "B"):
+            raise AdapterError(f"adapter folder {folder}: {key} is not a LoRA A or B matrix")
+        if tensor.ndim != 2 or tensor.shape[0 if matrix == "A" else 1] != rank:
+            raise AdapterError(f"adapter folder {folder}: {key} of shape {tuple(tensor.shape)} is not of rank {rank}")
+        tensor = tensor.to(getattr(torch, dtype))
+        named.append((f"{module}.{matrix}", tensor * scaling if matrix == "B" else tensor))
+    return _digest(named)
+
+
+class LoraDigest:
+    """vLLM worker extension (`worker_extension_cls`): mixed into the worker, called by `collective_rpc`.
+
+    Reads `LoRAModelManager`, which is vLLM's own and not a public interface; written against vLLM 0.28.
+    """
+
+    model_runner: Any
+
+    def lora_digest(self, adapter_id: int) -> dict[str, Any]:
+        """`registered`: digest of the adapter as loaded. `live`: whether the forward pass multiplies with
+        just that.
+
+        The second compares the buffers of the adapter's slot, which a fault can change without touching the
+        first. Both are None where the worker does not have the adapter.
+        """
+        manager = self.model_runner.lora_manager._adapter_manager
+        if adapter_id not in manager._registered_adapters:
+            return {"registered": None, "live": None}
+        adapter = manager._registered_adapters[adapter_id]
+        live = adapter_id in manager.lora_index_to_id
+        slot = manager.lora_index_to_id.index(adapter_id) if live else None
+        named: list[tuple[str, torch.Tensor]] = []
+        for name, module in manager.modules.items():
+            parts = manager.packed_modules.get(name) or [name]  # qkv_proj is packed from q_proj, k_proj, v_proj
+            weights = manager._get_lora_layer_weights(adapter, name)
+            a_parts = _as_list(weights.lora_a if weights else None, len(parts))
+            b_parts = _as_list(weights.lora_b if weights else None, len(parts))
+            for part, a, b in zip(parts, a_parts, b_parts, strict=True):
+                named += [(f"{part}.{matrix}", t) for matrix, t in (("A", a), ("B", b)) if t is not None]
+            if slot is not None:
+                for a_buffer, a in zip(module.lora_a_stacked, a_parts, strict=True):
+                    live &= _holds(a_buffer[slot, 0], a)
+                for b_buffer, b in zip(module.lora_b_stacked, b_parts, strict=True):
+                    live &= _holds(b_buffer[slot, 0].T, None if b is None else b.T)
+        return {"registered": _digest(named), "live": live}
+
+
+def _as_list(weights: Any, parts: int) -> list[Any]:
+    if weights is None:
+        return [None] * parts
+    return weights if isinstance(weights, list) else [weights]
+
+
+def _holds(buffer: "torch.Tensor", tensor: "torch.Tensor | None") -> bool:
+    """Whether a (max rank, features) buffer holds a (rank, features) tensor, and zeros in the ranks above.
+
+    vLLM copies a tensor of too few features without complaint, so the features must agree too.
+    """
+    import torch
+
+    if tensor is None:
+        return not buffer.any()
+    rank, features = tensor.shape
+    if features != buffer.shape[1]:
+        return False
+    return torch.equal(buffer[:rank], tensor.to(buffer.device)) and not buffer[rank:].any()
+
+
+def _digest(named: "Iterable[tuple[str, torch.Tensor]]") -> str:
+    import torch
+
+    digest = hashlib.sha256()
+    for name, tensor in sorted(named, key=lambda item: item[0]):
+        flat = tensor.detach().cpu().contiguous()
+        digest.update(f"{name}|{tuple(flat.shape)}|{flat.dtype}|".encode())
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

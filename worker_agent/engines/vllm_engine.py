@@ -1,0 +1,331 @@
+"""vLLM in this process, with policies as LoRA adapters on one base model.
+
+Generation, loading and scoring are serialised by one lock: an adapter is never replaced under a running
+request.
+"""
+
+import contextlib
+import itertools
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from worker_agent.engines.engine import (
+    Completion,
+    EngineError,
+    LoadReport,
+    Policy,
+    Prompt,
+    Sampling,
+    sample_seed,
+)
+from worker_agent.engines.lora_digest import ADAPTER_CONFIG, AdapterError, LoraDigest, digest_of_folder
+
+MAX_LORA_RANK = 16
+MAX_ADAPTERS = 2  # the version that is served and the one that comes next
+TARGET_MODULES = ("q_proj", "v_proj")
+
+# vLLM knows an adapter by an integer: never used twice in a process, so no slot can stand for older weights.
+_adapter_ids = itertools.count(1)
+
+# vLLM keeps its process groups in globals: closing one of two engines would break the other.
+_one_engine = threading.Lock()
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in this process
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",  # the model is a folder: there is nothing to ask for
+    "TOKENIZERS_PARALLELISM": "false",
+}
+_CPU_ENVIRONMENT = {
+    "TORCHDYNAMO_DISABLE": "1",  # with it a start takes seconds, not a minute
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # two engines that bind their threads end up on the same core
+}
+
+
+class VllmEngine:
+    """An `Engine` on `vllm.LLM`.
+
+    `model` is a model folder, `dtype` a torch dtype's name, `max_model_len` the longest prompt with its
+    completion in tokens, `max_num_seqs` how many sequences run at once. Environment variables that are
+    already set win over the ones this class sets; they count only before the first import of vLLM. One engine
+    may be open in a process. `OMP_NUM_THREADS` limits its threads on a CPU.
+    """
+
+    name = "vllm"
+    logprobs_mode = "raw"
+
+    def __init__(
+        self, model: Path, *, dtype: str = "float32", max_model_len: int = 128, max_num_seqs: int = 16
+    ) -> None:
+        for variable, value in _ENVIRONMENT.items():
+            os.environ.setdefault(variable, value)
+        import torch
+
+        self._on_cpu = not torch.cuda.is_available()
+        if self._on_cpu:
+            for variable, value in _CPU_ENVIRONMENT.items():
+                os.environ.setdefault(variable, value)
+            if "OMP_NUM_THREADS" in os.environ:  # torch reads it at its import, which may lie behind us
+                torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        import vllm
+
+        self.version = str(vllm.__version__)
+        self.dtype = dtype
+        self._max_model_len = max_model_len
+        self._lock = threading.RLock()
+        self._adapters: dict[tuple[str, int, str], Any] = {}  # LoRARequests, in the order of loading
+        self._last_used: tuple[str, int, str] | None = None
+        self._closed = False
+        if not _one_engine.acquire(blocking=False):
+            raise EngineError("this process has an open vLLM engine: close it first, or start another process")
+        try:
+            self._llm = vllm.LLM(
+                model=str(model),
+                dtype=dtype,
+                seed=0,
+                enforce_eager=True,
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+                enable_prefix_caching=True,
+                # The CPU's default of 128 tokens a block never caches a short prompt.
+                block_size=32 if self._on_cpu else None,
+                logprobs_mode="raw_logprobs",
+                distributed_executor_backend="uni",
+                enable_lora=True,
+                max_loras=MAX_ADAPTERS + 1,  # a new one is loaded and verified before an old one goes
+                max_lora_rank=MAX_LORA_RANK,
+                # Unlimited, LoRA lands on the logits of a tied embedding, which fails with prompt_logprobs.
+                lora_target_modules=list(TARGET_MODULES),
+                use_tqdm_on_load=False,
+                worker_extension_cls=f"{LoraDigest.__module__}.{LoraDigest.__qualname__}",
+            )
+            self._tokenizer: Any = self._llm.get_tokenizer()
+            self._canary = tuple(range(min(8, len(self._tokenizer))))
+            self._base_canary = self._score([self._canary], None)[0]
+        except BaseException:
+            _one_engine.release()
+            raise
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of `messages` through the model's chat template, generation prompt included.
+
+        Raises `EngineError` if the model has no template.
+        """
+        if not self._tokenizer.chat_template:
+            raise EngineError("this model has no chat template: send token ids, or serve an instruct model")
+        rendered = self._tokenizer.apply_chat_template(
+            [dict(message) for message in messages], add_generation_prompt=True, return_dict=True
+        )
+        return [int(token) for token in rendered["input_ids"]]
+
+    def load(self, policy: Policy) -> LoadReport:
+        """Load an adapter and compare what the worker holds with the folder; see `Engine.load`.
+
+        Two adapters are kept. A third takes the place of the older one, but never of the one that generated
+        last. The base model is probed by repeating the log-probs it gave before any adapter was loaded.
+        """
+        started = time.monotonic()
+        with self._lock:
+            self._check_open()
+            digest: str | None = None
+            if (folder := _adapter_folder(policy)) is None:
+                self._probe_base()
+            else:
+                digest = self._load_adapter(policy, folder)
+            if not self._llm.reset_prefix_cache():
+                raise EngineError("vLLM did not reset its prefix cache: requests are still running; load again")
+            return LoadReport(
+                served_version=policy.version,
+                served_hash=policy.artifact_hash,
+                caches_reset=("prefix",),
+                digest=digest,
+                seconds=time.monotonic() - started,
+            )
+
+    def generate(self, policy: Policy, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
+        """Complete the prompts; see `Engine.generate`. Every sample has a random stream of its own.
+
+        Raises `EngineError` if the policy is not loaded, or if a prompt is empty or leaves no room for a
+        token.
+        """
+        from vllm import SamplingParams
+
+        with self._lock:
+            self._check_open()
+            request = self._request_of(policy)
+            self._check_lengths([prompt.token_ids for prompt in prompts], self._max_model_len - 1)
+            inputs = [p for p in prompts for _ in range(p.samples)]
+            with _refusals():
+                parameters = [
+                    SamplingParams(
+                        seed=sample_seed(prompt.seed, index),
+                        temperature=sampling.temperature,
+                        top_p=sampling.top_p,
+                        top_k=sampling.top_k,
+                        min_p=sampling.min_p,
+                        max_tokens=sampling.max_tokens,
+                        stop=list(sampling.stop),
+                        logprobs=0,
+                    )
+                    for prompt in prompts
+                    for index in range(prompt.samples)
+                ]
+            self._last_used = _key(policy)
+            outputs = self._run([p.token_ids for p in inputs], parameters, request)
+            completions = iter([_completion(output) for output in outputs])
+            return [list(itertools.islice(completions, prompt.samples)) for prompt in prompts]
+
+    def score(self, policy: Policy, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs of given tokens under `policy`; see `Engine.score`.
+
+        Raises `EngineError` if the policy is not loaded, or if a sequence is empty or too long.
+        """
+        with self._lock:
+            self._check_open()
+            request = self._request_of(policy)
+            self._check_lengths(sequences, self._max_model_len - 1)
+            return self._score(sequences, request)
+
+    def unload(self, policy: Policy) -> None:
+        """Remove an adapter from the worker; the base model stays. See `Engine.unload`."""
+        with self._lock:
+            self._check_open()
+            if _key(policy) in self._adapters:
+                self._remove(_key(policy))
+
+    def close(self) -> None:
+        """Shut vLLM down. It takes torch's process group along: a learner in this process ends with it."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._adapters.clear()
+                self._llm.llm_engine.engine_core.shutdown()
+                del self._llm
+                _one_engine.release()
+
+    def _load_adapter(self, policy: Policy, folder: Path) -> str:
+        from vllm.lora.request import LoRARequest
+
+        key = _key(policy)
+        try:
+            expected = digest_of_folder(folder, self.dtype)
+        except AdapterError as error:
+            raise EngineError(f"{error}; download the version's files again") from error
+        if key not in self._adapters:
+            request = LoRARequest(
+                f"{policy.run_id}/v{policy.version}/{policy.artifact_hash}", next(_adapter_ids), str(folder)
+            )
+            try:
+                self._llm.llm_engine.add_lora(request)
+            except Exception as error:  # vLLM raises whatever its loader meets
+                self._llm.llm_engine.remove_lora(request.lora_int_id)  # it may have got half way
+                raise EngineError(
+                    f"vLLM cannot load the adapter of version {policy.version}: {error}; it takes LoRA up to "
+                    f"rank {MAX_LORA_RANK} on {', '.join(TARGET_MODULES)}, see {ADAPTER_CONFIG}"
+                ) from error
+            self._adapters[key] = request
+        held = self._llm.collective_rpc("lora_digest", args=(self._adapters[key].lora_int_id,))[0]
+        if held["registered"] != expected or not held["live"]:
+            self._remove(key)
+            raise EngineError(
+                f"vLLM does not hold the adapter of version {policy.version} as its folder has it (digest "
+                f"{held['registered']}, expected {expected}, live: {held['live']}); unloaded: load it again"
+            )
+        while len(self._adapters) > MAX_ADAPTERS:
+            self._remove(next(old for old in self._adapters if old not in (key, self._last_used)))
+        return expected
+
+    def _remove(self, key: tuple[str, int, str]) -> None:
+        adapter = self._adapters.pop(key)
+        self._llm.llm_engine.remove_lora(adapter.lora_int_id)
+        held = self._llm.collective_rpc("lora_digest", args=(adapter.lora_int_id,))[0]
+        if held["registered"] is not None:
+            raise EngineError(f"vLLM still holds adapter {adapter.lora_name} after its removal: restart it")
+
+    def _probe_base(self) -> None:
+        now = self._score([self._canary], None)[0]
+        tolerance = 1e-4 if self.dtype == "float32" else 5e-2
+        if not all(
+            math.isclose(a, b, rel_tol=0, abs_tol=tolerance) for a, b in zip(now, self._base_canary, strict=True)
+        ):
+            raise EngineError("the base model no longer gives the log-probs it gave at its start: restart the engine")
+
+    def _request_of(self, policy: Policy) -> Any:
+        if _adapter_folder(policy) is None:
+            return None
+        if _key(policy) not in self._adapters:
+            raise EngineError(f"policy version {policy.version} ({policy.artifact_hash}) is not loaded: load it first")
+        return self._adapters[_key(policy)]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("this engine was closed: start another")
+
+    def _check_lengths(self, sequences: Sequence[Sequence[int]], longest: int) -> None:
+        for index, tokens in enumerate(sequences):
+            if not 0 < len(tokens) <= longest:
+                raise EngineError(f"sequence {index} has {len(tokens)} tokens; this engine takes 1 to {longest}")
+
+    def _score(self, sequences: Sequence[Sequence[int]], request: Any) -> list[list[float]]:
+        from vllm import SamplingParams
+
+        # Requests with prompt_logprobs never read the prefix cache, so every token is really computed.
+        parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        outputs = self._run(sequences, [parameters] * len(sequences), request)
+        return [
+            [
+                0.0,
+                *(entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], tokens[1:], strict=True)),
+            ]
+            for output, tokens in zip(outputs, sequences, strict=True)
+        ]
+
+    def _run(self, sequences: Sequence[Sequence[int]], parameters: Sequence[Any], request: Any) -> list[Any]:
+        prompts: Any = [{"prompt_token_ids": list(tokens)} for tokens in sequences]
+        with _refusals():
+            return list(self._llm.generate(prompts, list(parameters), lora_request=request, use_tqdm=False))
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Turn vLLM's refusal of a request (sampling or token ids out of range) into an `EngineError`."""
+    from vllm.exceptions import VLLMValidationError
+
+    try:
+        yield
+    except (ValueError, VLLMValidationError) as error:
+        raise EngineError(f"vLLM refused the request: {error}") from error
+
+
+def _key(policy: Policy) -> tuple[str, int, str]:
+    return policy.run_id, policy.version, policy.artifact_hash
+
+
+def _adapter_folder(policy: Policy) -> Path | None:
+    """The adapter's folder, None for the base model; no other kind may pass for one of the two."""
+    if policy.kind == "base" and policy.folder is None:
+        return None
+    if policy.kind == "lora" and policy.folder is not None:
+        return policy.folder
+    raise EngineError(
+        f"policy version {policy.version} is of kind {policy.kind} with {policy.folder or 'no folder'}: this "
+        f"engine serves its base model (kind base, no folder) and adapters on it (kind lora, with a folder)"
+    )
+
+
+def _completion(output: Any) -> Completion:
+    (sample,) = output.outputs
+    tokens = [int(token) for token in sample.token_ids]
+    return Completion(
+        token_ids=tokens,
+        log_probs=[float(entry[token].logprob) for token, entry in zip(tokens, sample.logprobs, strict=True)],
+        finish_reason=str(sample.finish_reason),
+        text=sample.text,
+    )

@@ -1,0 +1,1 @@
+"""The learner side: verl's training engine over one LoRA adapter."""

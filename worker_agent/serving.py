@@ -1,0 +1,135 @@
+"""Which policies the engine serves: taken up whole, confirmed to the coordinator, and dropped when out of
+use."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Literal
+
+from coordinator.client import ArtifactCorrupt, CoordinatorError, Refused, Run, Unreachable, Worker
+from coordinator.wire.policies import PolicyRef, Watch
+from worker_agent.artifacts import ArtifactCache
+from worker_agent.engines.engine import Engine, EngineError, Policy
+from worker_agent.logs import event
+
+_FIRST_PAUSE_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 60.0
+
+Key = tuple[int, str]
+
+
+class Serving:
+    """The engine's policies. All of it runs on the engine's thread, so nothing is generated during a load."""
+
+    def __init__(self, run: Run, worker: Worker, engine: Engine, cache: ArtifactCache) -> None:
+        self._run = run
+        self._worker = worker
+        self._engine = engine
+        self._cache = cache
+        self._loaded: dict[Key, Policy] = {}
+        self._confirmed: set[Key] = set()
+        self._attempts: dict[Key, tuple[int, float]] = {}  # failed attempts, and when the next may begin
+
+    def follow(self, watch: Watch) -> None:
+        """Drop what is neither active nor the candidate; load and confirm what is and was not yet."""
+        wanted = {_key(watch.active): watch.active}
+        if watch.candidate is not None:
+            candidate = PolicyRef(version=watch.candidate.version, artifact_hash=watch.candidate.artifact_hash)
+            wanted[_key(candidate)] = candidate
+        self._attempts = {key: attempt for key, attempt in self._attempts.items() if key in wanted}
+        self._confirmed &= wanted.keys()
+        for key in [key for key in self._loaded if key not in wanted]:
+            self._engine.unload(self._loaded.pop(key))
+            event("policy_dropped", version=key[0], artifact_hash=key[1])
+        for key, ref in wanted.items():
+            if key not in self._confirmed and time.monotonic() >= self._attempts.get(key, (0, 0.0))[1]:
+                self._take_up(ref)
+        self._cache.keep_only({artifact_hash for _, artifact_hash in wanted})
+
+    def policy(self, ref: PolicyRef) -> Policy | None:
+        """The policy to generate under, None while it is not loaded and confirmed: then nothing may be
+        made."""
+        return self._loaded.get(_key(ref)) if _key(ref) in self._confirmed else None
+
+    def confirm_again(self) -> None:
+        """Load and confirm everything anew, as after this worker was fenced."""
+        self._confirmed.clear()
+
+    def _take_up(self, ref: PolicyRef) -> None:
+        try:
+            policy = self._fetch(ref)
+            if policy is None:
+                return
+            try:
+                report = self._engine.load(policy)
+            except EngineError as error:
+                self._failed(ref, "load", error)
+                return
+            if (report.served_version, report.served_hash) != _key(ref):
+                self._failed(
+                    ref,
+                    "load",
+                    EngineError(f"the engine serves version {report.served_version} ({report.served_hash})"),
+                )
+                return
+            self._loaded[_key(ref)] = policy
+            event("policy_loaded", version=ref.version, artifact_hash=ref.artifact_hash, digest=report.digest,
+                  seconds=round(report.seconds, 3))  # fmt: skip
+            verdict = self._worker.ack(
+                ref.version, ref.artifact_hash, digest=report.digest, caches_reset=report.caches_reset
+            )
+        except Unreachable as error:
+            self._later(ref, "coordinator_unreachable", error)
+            return
+        if verdict.matching:
+            self._confirmed.add(_key(ref))
+            self._attempts.pop(_key(ref), None)
+            event("policy_confirmed", version=ref.version, artifact_hash=ref.artifact_hash)
+        else:
+            # A mismatching ack fences this worker altogether: the others have to be confirmed again too.
+            self._confirmed.clear()
+            self._later(ref, "ack_mismatched", CoordinatorError(f"{verdict.reason}: {verdict.detail}"))
+
+    def _fetch(self, ref: PolicyRef) -> Policy | None:
+        try:
+            view = self._run.policy(ref.version)
+            if view.artifact_hash != ref.artifact_hash:
+                raise ArtifactCorrupt(f"version {ref.version} has hash {view.artifact_hash}, not {ref.artifact_hash}")
+            folder = None if view.kind == "base" else self._cache.fetch(self._run, view)
+        except ArtifactCorrupt as error:
+            self._failed(ref, "verify", error)
+            return None
+        except Refused as refused:
+            if refused.code == "artifact_file_missing":  # the activation was opened while the upload still runs
+                self._later(ref, "artifact_not_there_yet", refused)
+            else:
+                self._failed(ref, "download", refused)
+            return None
+        except OSError as error:
+            self._failed(ref, "download", error)
+            return None
+        return Policy(self._run.id, ref.version, ref.artifact_hash, view.kind, folder)
+
+    def _failed(self, ref: PolicyRef, stage: Literal["download", "verify", "load"], error: Exception) -> None:
+        # The report fences this worker until it confirms a version that it loaded whole: the active one.
+        self._confirmed.clear()
+        self._later(ref, f"policy_{stage}_failed", error)
+        self._worker.fail(ref.version, stage, str(error))
+
+    def _later(self, ref: PolicyRef, name: str, error: Exception) -> None:
+        count = self._attempts.get(_key(ref), (0, 0.0))[0] + 1
+        pause = min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2 ** min(count - 1, 10))
+        self._attempts[_key(ref)] = (count, time.monotonic() + pause)
+        event(
+            name,
+            level=logging.WARNING,
+            version=ref.version,
+            attempt=count,
+            again_in_seconds=pause,
+            error=str(error),
+        )
+
+
+def _key(ref: PolicyRef) -> Key:
+    return ref.version, ref.artifact_hash

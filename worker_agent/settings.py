@@ -1,0 +1,27 @@
+"""What one worker process is told. The command line and the environment fill it in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """One worker of one run.
+
+    `data` is the folder of its spool, its artifacts and its list of finished groups; several workers may
+    share it, since each has a folder of its own below. `max_tokens` bounds one completion in tokens, a text
+    in `stop` ends it. `groups_at_once` groups are generated together. Everything else about sampling is the
+    run's contract.
+    """
+
+    worker_id: str
+    data: Path
+    max_tokens: int = 16
+    stop: tuple[str, ...] = ()
+    groups_at_once: int = 4
+
+    def folder(self, run_id: str) -> Path:
+        """The folder of this worker in this run."""
+        return self.data / run_id / self.worker_id
