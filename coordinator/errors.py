@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from starlette.exceptions import HTTPException
 
+from coordinator.wire.columns import ArrowError
 from coordinator.wire.problems import MEDIA_TYPE, PROBLEMS, ProblemDocument, problem_document
 
 log = logging.getLogger("coordinator")
@@ -66,6 +67,10 @@ async def _http(_: Request, error: Exception) -> JSONResponse:
     return _answer(code, str(error.detail))
 
 
+async def _unreadable(_: Request, error: Exception) -> JSONResponse:
+    return _answer("invalid_arrow", str(error))
+
+
 def is_connection_fault(error: BaseException) -> bool:
     """Whether the database could not be reached, as opposed to having refused a statement."""
     if isinstance(error, OSError | InterfaceError | OperationalError):
@@ -93,6 +98,7 @@ def install(app: FastAPI) -> None:
     """Makes every error leave the app as a problem document."""
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(ArrowError, _unreadable)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(DBAPIError, _failed)
     app.add_exception_handler(OSError, _failed)

@@ -212,6 +212,17 @@ RESERVE = f"""
     FROM decided d LEFT JOIN moved USING (rollout_id) ORDER BY d.item
 """
 
+# A refused group's members fall when the group is counted anew; here the update remembers that it asked for them.
+REMEMBER_FALLEN = """
+    INSERT INTO update_members (run_no, update_id, rollout_id, revision, verdict, use, group_id, versions, ruleset_no,
+                                lag, drift)
+    SELECT r.run_no, :update_id, r.rollout_id, f.seen, 'group_refused', f.use, r.{group}, r.versions, r.ruleset_no,
+           CAST(:lag_clock AS int) - r.oldest_clock, f.drift
+    FROM unnest(CAST(:rollout_ids AS text[]), CAST(:revisions AS int[]), CAST(:uses AS text[]),
+                CAST(:drifts AS float8[])) AS f (rollout_id, seen, use, drift)
+    JOIN rollouts r ON r.run_no = :run_no AND r.rollout_id = f.rollout_id
+"""
+
 HELD_ROLLOUTS = """
     SELECT r.rollout_id, r.{group} AS group_id
     FROM update_members m JOIN rollouts r USING (run_no, rollout_id)

@@ -156,6 +156,20 @@ async def reserve(
     if live and settings.drift_gate == "enforce" and not columns.confirm_drift:
         _refuse_if_all_drifted(rows)
     fallen = await groups.refresh(connection, run, group_ids, caller.actor, update_id)
+    refused = [n for n, r in enumerate(rows) if r.verdict == "group_refused" and r.rollout_id in fallen]
+    if refused:
+        await connection.execute(
+            for_run(queries.REMEMBER_FALLEN, run.group_column),
+            {
+                "run_no": run.run_no,
+                "update_id": update_id,
+                "lag_clock": row.lag_clock,
+                "rollout_ids": [columns.rollout_id[n] for n in refused],
+                "revisions": [columns.revision[n] for n in refused],
+                "uses": [columns.use[n] for n in refused],
+                "drifts": [rows[n].drift for n in refused],
+            },
+        )
     return ReserveAnswer(
         verdicts=[
             ReserveVerdict(

@@ -109,7 +109,7 @@ def ragged(rows: Sequence[npt.ArrayLike], dtype: npt.DTypeLike) -> Ragged:
 class RolloutColumns:
     """A batch of rollouts. `identities[i]` is a Fault where the item had no readable identity.
 
-    token_ids int32, action_mask bool, behavior_log_probs float32.
+    token_ids int64 (so that one out of range can be told), action_mask bool, behavior_log_probs float32.
     """
 
     identities: list[RolloutIdentity | Fault]
@@ -140,10 +140,10 @@ def _read_table(data: bytes, schema: pa.Schema, wide: frozenset[str] = frozenset
     columns = []
     for field in schema:
         column = table.column(field.name)
-        if pa.types.is_dictionary(column.type):
-            column = column.cast(column.type.value_type)
         if column.type != field.type and not (field.name in wide and _is_float_list(column.type)):
             try:
+                if pa.types.is_dictionary(column.type):
+                    column = column.cast(column.type.value_type)
                 column = column.cast(field.type)
             except pa.ArrowException as error:
                 raise ArrowError(f"column {field.name} is {column.type}, not {field.type}") from error
