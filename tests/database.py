@@ -1,0 +1,65 @@
+"""One embedded Postgres for a whole test process, and a fresh migrated database for each test that asks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from sqlalchemy import text
+from sqlalchemy.engine import make_url
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from coordinator.storage.migrations import upgrade
+from coordinator.storage.postgres import EmbeddedPostgres
+
+TEMPLATE = "migrated"
+
+
+class Databases:
+    """Databases on one server. Each is dropped with the server."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._numbers = itertools.count()
+        self.create(TEMPLATE)
+        upgrade(self.url_of(TEMPLATE))
+
+    def url_of(self, name: str) -> str:
+        return make_url(self._url).set(database=name).render_as_string(hide_password=False)
+
+    def create(self, name: str, template: str = "template1") -> str:
+        asyncio.run(self._execute(f'CREATE DATABASE "{name}" TEMPLATE "{template}"'))
+        return self.url_of(name)
+
+    def empty(self) -> str:
+        """A database without tables."""
+        return self.create(f"empty_{next(self._numbers)}")
+
+    def migrated(self) -> str:
+        """A database at the newest schema."""
+        return self.create(f"test_{next(self._numbers)}", TEMPLATE)
+
+    async def _execute(self, statement: str) -> None:
+        engine = create_async_engine(self._url, isolation_level="AUTOCOMMIT")
+        async with engine.connect() as connection:
+            await connection.execute(text(statement))
+        await engine.dispose()
+
+
+@contextlib.contextmanager
+def databases() -> Iterator[Databases]:
+    """Starts the server and removes it with all its files."""
+    folder = Path(tempfile.mkdtemp(prefix="coordinator-tests-"))
+    folder.chmod(0o755)  # as root, Postgres runs as another user
+    server = EmbeddedPostgres(folder / "postgres", progress=lambda _: None)
+    try:
+        yield Databases(server.start())
+    finally:
+        server.stop()
+        shutil.rmtree(server.home, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
