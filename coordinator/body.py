@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastapi import Request
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.errors import Refusal
@@ -36,7 +37,8 @@ class BodyLimit:
             if message["type"] == "http.request":
                 received += len(message.get("body", b""))
                 if received > self.max_bytes:
-                    raise Refusal("too_large", f"a body has at most {self.max_bytes} bytes")
+                    # Not a Refusal: FastAPI turns any other exception while it reads a body into "unparsable".
+                    raise HTTPException(413, f"a body has at most {self.max_bytes} bytes")
             return message
 
         await self.app(scope, limited, send)

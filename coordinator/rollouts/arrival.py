@@ -280,13 +280,20 @@ async def _store(connection: AsyncConnection, run: Run, items: list[Item], calle
             queries.for_run(queries.DROP_EMPTY_GROUPS, run.group_column),
             {"run_no": run.run_no, "group_ids": group_ids},
         )
-    if placed:
-        await groups.refresh(connection, run, group_ids, caller.actor)
+    fallen = await groups.refresh(connection, run, group_ids, caller.actor) if placed else {}
     verdicts: dict[int, ArrivalVerdict] = {}
     for item in items:
         rollout_id = item.identity.rollout_id
         row = placed.get(rollout_id)
-        if row is not None:
+        if rollout_id in fallen:  # with its group, which a sibling in this batch made hopeless
+            verdict = ArrivalVerdict(
+                rollout_id=rollout_id,
+                verdict="accepted",
+                state="offline",
+                revision=fallen[rollout_id],
+                reason="group_refused",
+            )
+        elif row is not None:
             verdict = ArrivalVerdict(
                 rollout_id=rollout_id,
                 verdict="accepted",

@@ -47,7 +47,12 @@ async def take_rewards(connection: AsyncConnection, run_id: str, body: RewardBat
         rulesets = await _ruleset_numbers(connection, run, [r for _, r, _ in good])
         for wave in _waves(good):
             verdicts |= await _store_wave(connection, run, wave, rulesets, caller)
-        await groups.refresh(connection, run, group_ids, caller.actor)
+        fallen = await groups.refresh(connection, run, group_ids, caller.actor)
+        for place, verdict in verdicts.items():
+            if verdict.rollout_id in fallen:
+                verdicts[place] = verdict.model_copy(
+                    update={"state": "offline", "revision": fallen[verdict.rollout_id]}
+                )
     return RewardAnswer(verdicts=[verdicts[place] for place in range(len(body.rewards))])
 
 

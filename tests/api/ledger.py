@@ -157,9 +157,7 @@ class Ledger:
     async def group(self, name: str, version: int = 0, size: int = 2, **changes: Any) -> list[str]:
         """A whole rewarded group; answers its rollout ids."""
         ids = [f"{name}:{i}" for i in range(size)]
-        verdicts = await self.submit(
-            *(self.rollout(r, name, i, version, **changes) for i, r in enumerate(ids))
-        )
+        verdicts = await self.submit(*(self.rollout(r, name, i, version, **changes) for i, r in enumerate(ids)))
         assert {(v["verdict"], v["state"]) for v in verdicts} == {("accepted", "generated")}, verdicts
         for i, rollout_id in enumerate(ids):
             assert (await self.reward(rollout_id, float(i)))["verdict"] == "stored"
