@@ -26,7 +26,7 @@ async def run_checks(url: str, *statements: str) -> None:
 
 def test_a_fresh_database_reaches_the_newest_schema_and_again_changes_nothing(postgres: Databases) -> None:
     url = postgres.empty()
-    with pytest.raises(DatabaseError, match="revision none.*run 'coordinator migrate'"):
+    with pytest.raises(DatabaseError, match=r"revision none.*run 'coordinator migrate'"):
         asyncio.run(run_checks(url))
     upgrade(url)
     upgrade(url)

@@ -1,0 +1,135 @@
+"""The documentation says what the code does: generated parts, code blocks, links."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from coordinator.client import Candidates, Coordinator, Run
+from coordinator.wire.policies import PolicyRef
+from coordinator.wire.rollouts import Rollout
+from tests.client.runs import BASE, group, new_worker, reward, rewarded_groups, write_adapter
+from tests.client.server_process import ServerProcess
+from tests.docs.pages import CONCEPTS, fill
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def block(heading: str) -> str:
+    """The first Python block below this heading of the README."""
+    section = README.split(f"## {heading}\n", 1)[1]
+    return section.split("```python\n", 1)[1].split("```", 1)[0]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    server = ServerProcess(tmp_path / "data")
+    server.start()
+    monkeypatch.setenv("COORDINATOR_URL", server.url)
+    monkeypatch.setenv("COORDINATOR_TOKEN", server.token)
+    with Coordinator() as coordinator:
+        from coordinator.wire.runs import CreateRun, FirstPolicy, RunSettings
+        from tests.client.runs import CONTRACT
+
+        yield coordinator.create_run(
+            CreateRun(
+                run_id="sums",
+                settings=RunSettings(group_size=2, activation_deadline_seconds=20),
+                contract=CONTRACT,
+                vocab_size=100,
+                policy=FirstPolicy(base_model=BASE),
+            )
+        )
+    server.stop()
+
+
+def test_generated_parts_are_up_to_date() -> None:
+    page = CONCEPTS.read_text(encoding="utf-8")
+    assert page == fill(page), "run: python tests/docs/pages.py"
+
+
+def test_links_lead_somewhere() -> None:
+    for page in (ROOT / "README.md", CONCEPTS, ROOT / "CHANGELOG.md"):
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+class Learner:
+    """What the README asks of a learner; each step is followed by new groups and, as workers do, by an ack."""
+
+    base_model = BASE
+
+    def __init__(self, run: Run, folder: Path) -> None:
+        self.run, self.folder, self.steps = run, folder, 0
+        self.consumed: list[str] = []
+
+    def log_probs(self, tokens: Any, masks: Any) -> list[npt.NDArray[np.float64]]:
+        return [np.full(len(row), -0.7) for row in tokens]
+
+    def step(self, admitted: Candidates) -> None:
+        self.steps += 1
+        self.consumed += [t.rollout_id for t in admitted]
+
+    def export(self) -> Path:
+        return write_adapter(self.folder / str(self.steps), str(self.steps).encode())
+
+
+def test_the_trainer_s_lines(run: Run, tmp_path: Path) -> None:
+    import threading
+
+    worker = new_worker(run)
+    rewarded_groups(run, worker, 24)
+    learner = Learner(run, tmp_path)
+    done = threading.Event()
+
+    def confirm() -> None:
+        while not done.wait(0.1):
+            candidate = worker.heartbeat().candidate
+            if candidate is not None:
+                worker.ack(candidate.version, candidate.artifact_hash)
+
+    acking = threading.Thread(target=confirm)
+    acking.start()
+    try:
+        exec(compile(block("Ten lines for a trainer"), "README.md", "exec"), {"learner": learner})
+    finally:
+        done.set()
+        acking.join()
+    assert run.view().active.version == 3
+    assert (run.view().last_commit_no, len(set(learner.consumed))) == (3, 48)
+
+
+class Engine:
+    """What the README asks of an engine: work for three rounds."""
+
+    process_id = "gpu-0-life-1"
+
+    def __init__(self) -> None:
+        self.loaded: set[int] = set()
+        self.rounds = 0
+
+    def has_work(self) -> bool:
+        self.rounds += 1
+        return self.rounds <= 3
+
+    def load(self, run: Run, policy: PolicyRef) -> None:
+        self.loaded.add(policy.version)
+
+    def generate(self, policy: PolicyRef) -> list[Rollout]:
+        from coordinator.client import Coordinator
+
+        return group(Coordinator().run("sums").worker("gpu-0", self.process_id), policy, f"g{self.rounds}")
+
+
+def test_the_worker_s_lines(run: Run) -> None:
+    exec(compile(block("Ten lines for a worker"), "README.md", "exec"), {"engine": Engine()})
+    rollouts = list(run.rollouts(state="generated"))
+    assert len(rollouts) == 6
+    reward(run, group(run.worker("gpu-0", Engine.process_id), run.view().active, "g1"))
