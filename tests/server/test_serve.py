@@ -1,0 +1,94 @@
+"""The command line as an operator meets it: tokens, addresses, and refusals in one line."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.client.server_process import ServerProcess
+
+
+def coordinator(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    foreign = ("COORDINATOR_", "DATABASE_URL")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    return subprocess.run(
+        [sys.executable, "-m", "coordinator.cli", *arguments],
+        env=clean | environment, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def refusal(done: subprocess.CompletedProcess[str]) -> str:
+    """The one line of a command that refused."""
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr.strip().split("\n")[-1]
+
+
+def test_beyond_loopback_only_with_a_token(database_url: str, tmp_path: Path) -> None:
+    serve = ("serve", "--host", "0.0.0.0", "--port", "0", "--data", str(tmp_path))
+    line = refusal(coordinator(*serve, DATABASE_URL=database_url))
+    assert "refusing to listen beyond loopback" in line
+    assert "coordinator token create" in line
+    line = refusal(coordinator(*serve, DATABASE_URL=database_url, COORDINATOR_ADMIN_TOKEN="short"))
+    assert "shorter than 16" in line
+
+
+def test_what_keeps_a_server_from_starting_is_said_in_one_line(database_url: str, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = coordinator("serve", "--port", port, "--data", str(tmp_path), DATABASE_URL=database_url)
+        assert f"127.0.0.1:{port}" in refusal(done)
+        assert "--port" in refusal(done)
+    nowhere = "postgresql://nobody:x@127.0.0.1:1/none"
+    assert "cannot reach the database" in refusal(coordinator("migrate", DATABASE_URL=nowhere))
+    assert "only postgresql" in refusal(coordinator("migrate", DATABASE_URL="mysql://x/y"))
+
+
+def test_a_server_on_an_unmigrated_database_says_what_to_run(postgres: object, tmp_path: Path) -> None:
+    from tests.database import Databases
+
+    assert isinstance(postgres, Databases)
+    url = postgres.empty()
+    serve = ("serve", "--port", "0", "--data", str(tmp_path))
+    assert "run 'coordinator migrate'" in refusal(coordinator(*serve, DATABASE_URL=url))
+    assert coordinator("migrate", DATABASE_URL=url).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--name", "a", "--role", "king"),
+        ("--name", "a b", "--role", "viewer"),
+        ("--name", "a", "--role", "worker"),
+        ("--name", "a", "--role", "admin", "--run", "r"),
+    ],
+)
+def test_a_token_without_sense_is_refused(database_url: str, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    done = coordinator("token", "create", *arguments, "--data", str(tmp_path), DATABASE_URL=database_url)
+    assert done.returncode == 2
+    assert done.stdout == ""
+
+
+def test_the_first_token_is_its_owner_s_and_others_are_made_beside_a_running_server(tmp_path: Path) -> None:
+    server = ServerProcess(tmp_path / "data")
+    server.start()
+    try:
+        file = server.data / "admin.token"
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        done = coordinator("token", "create", "--name", "eye", "--role", "viewer", "--data", str(server.data))
+        assert done.returncode == 0, done.stderr
+        answer = httpx.get(f"{server.url}/v1/runs", headers={"authorization": f"Bearer {done.stdout.strip()}"})
+        assert answer.status_code == 200
+        again = coordinator("token", "create", "--name", "eye", "--role", "viewer", "--data", str(server.data))
+        assert "a token named eye exists" in refusal(again)
+    finally:
+        server.stop()
