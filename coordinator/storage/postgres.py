@@ -403,7 +403,9 @@ def _in_lasting_thread(spawn: Callable[[], subprocess.Popen[bytes]]) -> subproce
             born.set_exception(error)
             return
         born.set_result(process)
-        process.wait()
+        # Not wait(): it would hold Popen's lock, and poll() would call a server alive that has just died.
+        while process.returncode is None:
+            time.sleep(0.2)
 
     threading.Thread(target=keep, name="embedded-postgres", daemon=True).start()
     return born.result()
