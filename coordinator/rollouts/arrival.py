@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from pydantic import ValidationError
+from pydantic_core import from_json
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from coordinator.errors import Refusal
@@ -58,8 +58,9 @@ def decode_json(body: bytes) -> RolloutColumns:
         return rollout_columns(RolloutBatch.model_validate_json(body).rollouts)
     except ValidationError as whole:
         try:
-            items = json.loads(body)["rollouts"]
-        except (ValueError, TypeError, KeyError, RecursionError):
+            # Not json.loads: it lets half a surrogate pair through, which can be neither stored nor answered.
+            items = from_json(body)["rollouts"]
+        except (ValueError, TypeError, KeyError):
             items = None
         if not isinstance(items, list) or not 1 <= len(items) <= LARGEST_BATCH:
             fault = validation_fault(whole)

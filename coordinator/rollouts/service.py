@@ -66,8 +66,10 @@ def _value(reward: Reward) -> tuple[float | None, str | None]:
         return reward.value, None
     if not reward.components:
         return None, "a reward with status ok needs a finite value, or components whose sum it is"
-    value = math.fsum(reward.components.values())
-    return (value, None) if math.isfinite(value) else (None, "the sum of the components is not finite")
+    try:
+        return math.fsum(reward.components.values()), None
+    except OverflowError:  # the components are finite, each by itself
+        return None, "the sum of the components is too large for a float64"
 
 
 def _waves(

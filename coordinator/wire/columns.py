@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 from pydantic import ValidationError
+from pydantic_core import from_json
 
 from coordinator.rules.identity import Fault
 from coordinator.wire.rollouts import Rollout, RolloutIdentity
@@ -203,12 +204,12 @@ def decode_rollouts(data: bytes) -> RolloutColumns:
             for name in ("contract", "generation"):
                 text = row[name]
                 if text not in contracts:
-                    contracts[text] = json.loads(text) if text else ({} if name == "generation" else None)
+                    contracts[text] = from_json(text) if text else ({} if name == "generation" else None)
                 row[name] = contracts[text]
             identities.append(RolloutIdentity.model_validate({k: v for k, v in row.items() if v is not None}))
         except ValidationError as error:
             identities.append(validation_fault(error))
-        except (json.JSONDecodeError, RecursionError) as error:
+        except ValueError as error:
             identities.append(Fault("invalid_field", "contract", f"contract or generation is no JSON: {error}"))
     return RolloutColumns(
         identities,
@@ -405,8 +406,8 @@ def decode_reserve(data: bytes) -> ReserveColumns:
     """Reads a reservation's Arrow stream. ArrowError, or pydantic's ValidationError, where it is wrong."""
     table = _read_table(data, RESERVE_SCHEMA, frozenset({"current_log_probs"}))
     try:
-        request = json.loads((table.schema.metadata or {})[b"request"])
-    except (KeyError, ValueError, RecursionError) as error:
+        request = from_json((table.schema.metadata or {})[b"request"])
+    except (KeyError, ValueError) as error:
         raise ArrowError("the schema's metadata holds no 'request' as JSON") from error
     if not isinstance(request, dict):
         raise ArrowError("the metadata's 'request' is not an object")

@@ -28,6 +28,17 @@ async def test_an_item_that_is_no_rollout(ledger: Ledger, item: Any) -> None:
     assert (await ledger.submit(item))[0]["verdict"] == "rejected"
 
 
+async def test_half_a_surrogate_pair_costs_no_more_than_its_call(ledger: Ledger) -> None:
+    for body in (b'{"rollouts": [{"rollout_id": "\\ud800"}]}', b'{"rollouts": [{"\\ud800": 1}]}'):
+        response = await ledger.call("POST", "/rollouts", content=body, headers=JSON)
+        assert response.status_code in (200, 422), response.text
+
+
+async def test_components_whose_sum_is_too_large_are_rejected(ledger: Ledger) -> None:
+    await ledger.submit(ledger.rollout("r"))
+    assert (await ledger.reward("r", None, components={"a": 1.7e308, "b": 1.7e308}))["verdict"] == "rejected"
+
+
 @pytest.mark.parametrize("path", ["/rollouts", "/updates/u/reserve"])
 async def test_arrow_that_is_none(ledger: Ledger, path: str) -> None:
     ok(await ledger.open())
