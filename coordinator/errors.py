@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import asyncpg
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from coordinator.wire.columns import ArrowError
 from coordinator.wire.problems import MEDIA_TYPE, PROBLEMS, ProblemDocument, problem_document
@@ -71,16 +74,34 @@ async def _unreadable(_: Request, error: Exception) -> JSONResponse:
     return _answer("invalid_arrow", str(error))
 
 
+# SQLSTATE classes and codes after which the same request may succeed: the connection broke, a deadlock or a full
+# server, Postgres stops, starts or cancelled a statement that took too long, a lock that was not had in time.
+_TRY_AGAIN = ("08", "40", "53", "57", "25P03", "55P03")
+
+
+def _sqlstate(error: BaseException) -> str:
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    return str(getattr(cause, "sqlstate", None) or "")
+
+
+async def _gone(request: Request, _: Exception) -> JSONResponse:
+    """The client left before its request was whole; nobody reads the answer."""
+    log.info("the client left during %s %s", request.method, request.url.path)
+    return _answer("invalid_request", "the request ended before its body was whole")
+
+
 def is_connection_fault(error: BaseException) -> bool:
-    """Whether the database could not be reached, as opposed to having refused a statement."""
-    if isinstance(error, OSError | InterfaceError | OperationalError):
+    """Whether the database could not be reached or was too busy, as opposed to having refused a statement."""
+    if isinstance(error, OSError | InterfaceError | OperationalError | PoolTimeout | asyncpg.InterfaceError):
         return True
-    return isinstance(error, DBAPIError) and error.connection_invalidated
+    if isinstance(error, DBAPIError) and error.connection_invalidated:
+        return True
+    return _sqlstate(error).startswith(_TRY_AGAIN)
 
 
 def is_data_fault(error: BaseException) -> bool:
     """Whether Postgres refused a value as such (SQLSTATE class 22): a NUL in a text, a number out of range."""
-    return isinstance(error, DBAPIError) and str(getattr(error.orig, "sqlstate", "")).startswith("22")
+    return isinstance(error, DBAPIError) and _sqlstate(error).startswith("22")
 
 
 async def _failed(request: Request, error: Exception) -> JSONResponse:
@@ -100,6 +121,8 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(ArrowError, _unreadable)
     app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(DBAPIError, _failed)
-    app.add_exception_handler(OSError, _failed)
+    app.add_exception_handler(ClientDisconnect, _gone)
+    # While it connects, asyncpg's own errors come through unwrapped.
+    for kind in (DBAPIError, PoolTimeout, asyncpg.PostgresError, asyncpg.InterfaceError, OSError):
+        app.add_exception_handler(kind, _failed)
     app.add_exception_handler(Exception, _failed)

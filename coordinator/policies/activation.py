@@ -271,6 +271,8 @@ async def _end(
 ) -> None:
     """Ends an activation without the switch, and records why."""
     keys = {"run_no": run.run_no, "activation_id": activation.activation_id}
+    # Waits for arrivals that were judged while this was open, so that the quarantine below finds them.
+    await connection.execute(queries.LOCK_VERSION, {"run_no": run.run_no, "version": activation.version})
     await connection.execute(queries.END_ACTIVATION, keys | {"state": state, "reason": reason})
     await record_event(
         connection,

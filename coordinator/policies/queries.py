@@ -20,6 +20,8 @@ INSERT_VERSION = text("""
             CAST(:base_model AS jsonb), CAST(:files AS jsonb), CAST(:updates AS text[]))
 """)
 
+LOCK_VERSION = text("SELECT FROM policy_versions WHERE run_no = :run_no AND version = :version FOR UPDATE")
+
 COMMIT_VERSION = text("""
     UPDATE policy_versions SET state = 'committed', committed_at = clock_timestamp()
     WHERE run_no = :run_no AND version = :version AND state = 'prepared'
@@ -92,7 +94,7 @@ FREEZE_WORKERS = text("""
 """)
 
 # The required workers of activations with what they said. An ack counts only from the incarnation that is live,
-# and only for the activation that it was given to.
+# only for the activation that it was given to, and not once the worker was fenced after it.
 REQUIRED_WORKERS = text("""
     SELECT q.activation_id, q.worker_id, w.incarnation, k.matching, k.detail, k.acked_at, k.version AS acked_version,
            k.artifact_hash AS acked_hash
@@ -101,6 +103,7 @@ REQUIRED_WORKERS = text("""
     JOIN workers w ON w.run_no = q.run_no AND w.worker_id = q.worker_id
     LEFT JOIN acks k ON k.run_no = q.run_no AND k.worker_id = q.worker_id AND k.incarnation = w.incarnation
         AND k.version = a.version AND k.activation_id = a.activation_id
+        AND (w.fenced_reason IS NULL OR NOT k.matching)
     WHERE q.run_no = :run_no AND q.dropped_at IS NULL
       AND (CAST(:activation_id AS text) IS NULL OR q.activation_id = :activation_id)
     ORDER BY q.activation_id, q.worker_id

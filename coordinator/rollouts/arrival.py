@@ -232,6 +232,8 @@ def _first_of_each(items: Iterable[Item]) -> tuple[list[Item], list[tuple[Item, 
 
 async def _store(connection: AsyncConnection, run: Run, items: list[Item], caller: Caller) -> dict[int, ArrivalVerdict]:
     group_ids = sorted({getattr(item.identity, run.group_column) for item in items})
+    versions = sorted({span.version for item in items for span in item.identity.spans})
+    await connection.execute(queries.SHARE_CANDIDATES, {"run_no": run.run_no, "versions": versions})
     await groups.claim(connection, run, group_ids)
     spans = [
         (n, span, acts)

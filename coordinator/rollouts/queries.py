@@ -37,6 +37,14 @@ DROP_EMPTY_GROUPS = """
       AND NOT EXISTS (SELECT FROM rollouts r WHERE r.run_no = g.run_no AND r.{group} = g.group_id)
 """
 
+# An activation that ends without the switch quarantines what was made with its candidate. It locks the version
+# first, so that it waits for these arrivals, or they see its end.
+SHARE_CANDIDATES = text("""
+    SELECT FROM policy_versions
+    WHERE run_no = :run_no AND version = ANY(CAST(:versions AS int[])) AND state IN ('prepared', 'committed')
+    ORDER BY version FOR SHARE
+""")
+
 # Judges each item against the active version and stores it: revision 0 is the arrival; a gate that refuses is
 # revision 1 in the same statement. Items are unique by rollout_id and by (group_id, sample_index, attempt).
 ARRIVE = """

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 CHUNK = 1 << 20
 SPARE_BYTES = 64 << 20
 """Room that an upload must leave on the disk."""
+
+ABANDONED_SECONDS = 3600
+"""An upload that wrote nothing for so long was cut off by a kill; another replica's live one is never that old."""
 
 
 class WrongContentError(ValueError):
@@ -29,6 +34,10 @@ class ArtifactStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.folder.mkdir(parents=True, exist_ok=True)
+        for partial in self.folder.glob("upload-*"):
+            with contextlib.suppress(FileNotFoundError):  # another replica starts too
+                if partial.stat().st_mtime < time.time() - ABANDONED_SECONDS:
+                    partial.unlink()
 
     def path(self, sha256: str) -> Path:
         """Where a file with this hash is, if it is there."""

@@ -29,6 +29,8 @@ Sha256 = Annotated[
 Version = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1, description="a policy version's number")]
 Count = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
 Message = Annotated[str, StringConstraints(max_length=2000)]
+Label = Annotated[str, StringConstraints(max_length=200)]
+"""A short text. Every string that a caller sends has a limit: pydantic lets half a surrogate pair into one without."""
 
 
 class WireModel(BaseModel):

@@ -141,6 +141,9 @@ def _read_table(data: bytes, schema: pa.Schema, wide: frozenset[str] = frozenset
     columns = []
     for field in schema:
         column = table.column(field.name)
+        if pa.types.is_list_view(column.type) or pa.types.is_large_list_view(column.type):
+            # pyarrow 26 casts [[1, 2, 3], [4, 5]] from a list view to [[1, 2, 3], []].
+            raise ArrowError(f"column {field.name} is {column.type}, not {field.type}")
         if column.type != field.type and not (field.name in wide and _is_float_list(column.type)):
             try:
                 if pa.types.is_dictionary(column.type):

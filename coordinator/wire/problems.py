@@ -241,7 +241,7 @@ _ALL = [
         "internal_error",
         500,
         "The coordinator failed",
-        "Send the request again; if it fails again, report the request id with the coordinator's log.",
+        "Send the request again; if it fails again, report it with the coordinator's log.",
     ),
     ProblemCode(
         "unavailable",

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from coordinator.wire.base import Identifier, Message, Name, Sha256, Version, WireModel
+from coordinator.wire.base import Identifier, Label, Message, Name, Sha256, Version, WireModel
 from coordinator.wire.runs import GenerationContract
 
 State = Literal[
@@ -37,10 +37,10 @@ class Generation(WireModel):
 
     seed: int | None = None
     max_tokens: int | None = None
-    stop: tuple[str, ...] | None = None
-    finish_reason: str | None = None
-    engine: str | None = None
-    engine_version: str | None = None
+    stop: tuple[Message, ...] | None = None
+    finish_reason: Label | None = None
+    engine: Label | None = None
+    engine_version: Label | None = None
 
 
 class RolloutIdentity(WireModel):
@@ -104,7 +104,7 @@ class Reward(WireModel):
     rollout_id: Identifier
     status: Literal["ok", "timeout", "error"]
     value: float | None = None
-    components: dict[str, float] | None = None
+    components: dict[Label, float] | None = None
     ruleset_id: Identifier
     ruleset_hash: Sha256
     message: Message | None = None

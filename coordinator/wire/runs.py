@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from coordinator.wire.base import Name, Sha256, Version, WireModel
+from coordinator.wire.base import Label, Name, Sha256, Version, WireModel
 from coordinator.wire.policies import BaseModelIdentity, PolicyRef
 
 Gate = Literal["enforce", "observe"]
@@ -38,7 +38,7 @@ class RunSettings(WireModel):
     groups_per_update: int | None = Field(
         None, strict=True, ge=1, description="groups that one update takes; sets the capacity for tickets"
     )
-    required_caches: tuple[str, ...] = Field((), description="caches that every ack must say it reset")
+    required_caches: tuple[Label, ...] = Field((), description="caches that every ack must say it reset")
     activation: Literal["last_ack", "by_hand"] = Field("last_ack", description="what makes the switch")
     on_expiry: Literal["release", "quarantine"] = Field("release", description="what an expired lease does")
     update_lease_seconds: Seconds = 120

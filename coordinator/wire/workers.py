@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from coordinator.wire.base import Identifier, Message, Sha256, Version, WireModel
+from coordinator.wire.base import Identifier, Label, Message, Sha256, Version, WireModel
 from coordinator.wire.policies import ActivationVerdict
 
 
@@ -54,7 +54,7 @@ class Ack(WireModel):
     version: Version
     artifact_hash: Sha256
     digest: str | None = Field(None, max_length=200, description="of the weights in the engine's memory")
-    caches_reset: tuple[str, ...] = ()
+    caches_reset: tuple[Label, ...] = ()
 
 
 class AckVerdict(WireModel):

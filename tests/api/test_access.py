@@ -69,6 +69,25 @@ async def test_every_endpoint_for_every_role(api: Api) -> None:
     assert walked >= 35 * len(ROLES)
 
 
+async def test_a_bound_token_is_refused_by_every_endpoint_of_another_run_or_worker(api: Api) -> None:
+    await Ledger.create(api)
+    await Ledger.create(api, "other")
+    for role in ROLES:
+        if role != "admin":
+            await api.token(f"elsewhere-{role}", role, "other", "w" if role == "worker" else None)
+    await api.token("neighbour", "worker", "run", "v")
+    walked = 0
+    for method, path, roles in endpoints(api.app):
+        if "{run_id}" in path:
+            for role in roles - {"admin"}:
+                refused(await api.call(method, filled(path), who=f"elsewhere-{role}"), 403, "forbidden")
+                walked += 1
+        if "{worker_id}" in path and "worker" in roles:
+            refused(await api.call(method, filled(path), who="neighbour"), 403, "forbidden")
+            walked += 1
+    assert walked >= 60
+
+
 async def test_bound_tokens_stay_in_their_run_and_with_their_worker(ledger: Ledger) -> None:
     api = ledger.api
     await Ledger.create(api, "other")

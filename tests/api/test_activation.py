@@ -116,15 +116,15 @@ async def test_a_worker_that_leaves_is_not_waited_for(ledger: Ledger, way: str) 
 
 
 async def test_joiners_lost_draining_and_fenced_workers_are_not_required(ledger: Ledger) -> None:
-    run = await Ledger.create(ledger.api, "fleet", lost_after_seconds=0.3)
+    run = await Ledger.create(ledger.api, "fleet", lost_after_seconds=1.5)
     for name in ("lost", "draining", "fenced", "live"):
         await run.worker(name)
     ok(await run.call("POST", "/workers/draining/drain", {"incarnation": "draining-1"}))
     ok(await run.call("POST", "/workers/fenced/fence", {"reason": "test"}))
-    await asyncio.sleep(0.35)
+    await run.publish(1, 0)
+    await asyncio.sleep(1.55)
     for name in ("draining", "fenced", "live"):
         ok(await run.call("POST", f"/workers/{name}/heartbeat", {"incarnation": f"{name}-1"}))
-    await run.publish(1, 0)
     opened = ok(await run.activation(1))
     assert [w["worker_id"] for w in opened["required"]] == ["live"]
     await run.worker("joiner")
@@ -162,7 +162,7 @@ async def test_an_overtaken_version_cannot_become_active(ledger: Ledger) -> None
 
 
 async def test_the_deadline_fails_an_activation_and_it_can_be_tried_again(ledger: Ledger) -> None:
-    run = await Ledger.create(ledger.api, "late", activation_deadline_seconds=0.3)
+    run = await Ledger.create(ledger.api, "late", activation_deadline_seconds=1.5)
     await run.worker()
     await run.publish(1, 0)
     ok(await run.activation(1))
@@ -266,3 +266,22 @@ async def test_tickets_hold_workers_back(ledger: Ledger) -> None:
     ok(await run.commit())
     assert await ask("v", "e") == ["e"]
     assert await ask("v", "a") == []
+
+
+@pytest.mark.parametrize("fenced_by", ["failure", "fence", "mismatch"])
+async def test_an_ack_that_was_followed_by_a_fence_does_not_count(ledger: Ledger, fenced_by: str) -> None:
+    await ledger.worker("w2")
+    await ledger.publish(1, 0)
+    ok(await ledger.activation(1))
+    await ledger.ack("w", 1)
+    if fenced_by == "failure":
+        body = {"incarnation": "w-1", "version": 1, "stage": "load", "message": "out of memory after all"}
+        ok(await ledger.call("POST", "/workers/w/failures", body))
+    elif fenced_by == "fence":
+        ok(await ledger.call("POST", "/workers/w/fence", {"reason": "its disk is dying"}))
+    else:
+        assert not (await ledger.ack("w", 0, artifact_hash="f" * 64))["matching"]
+    verdict = (await ledger.ack("w2", 1))["activation"]
+    assert (verdict["activated"], verdict["reason"]) == (False, "missing_worker_ack")
+    assert verdict["missing_workers"] == ["w"]
+    assert (await ledger.ack("w", 1))["activation"]["activated"]

@@ -44,7 +44,7 @@ async def test_the_oldest_admissible_comes_first(ledger: Ledger) -> None:
 
 
 async def test_an_empty_answer_says_why(ledger: Ledger) -> None:
-    quick = await Ledger.create(ledger.api, "quick", max_lag=0, lost_after_seconds=0.2, heartbeat_seconds=0.1)
+    quick = await Ledger.create(ledger.api, "quick", max_lag=0)
     ok(await quick.open())
 
     async def why(update: str = "u") -> str:
@@ -63,14 +63,22 @@ async def test_an_empty_answer_says_why(ledger: Ledger) -> None:
     assert await why("w") == "all_stale"
 
 
+async def test_a_worker_that_is_lost_produces_nothing(ledger: Ledger) -> None:
+    quick = await Ledger.create(ledger.api, "quick", lost_after_seconds=0.3)
+    await quick.worker()
+    ok(await quick.open())
+    await asyncio.sleep(0.35)
+    assert (await quick.candidates())["empty"]["reason"] == "no_live_producers"
+
+
 async def test_waiting_ends_when_the_groups_are_there(ledger: Ledger) -> None:
     ok(await ledger.open())
     waiting = asyncio.create_task(ledger.candidates(groups=1, wait=20))
     await asyncio.sleep(0.2)
-    started = time.monotonic()
     await ledger.group("g")
+    there = time.monotonic()
     assert (await waiting)["groups"] == ["g"]
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - there < 1
 
 
 async def test_of_two_updates_exactly_one_wins(ledger: Ledger) -> None:
@@ -282,13 +290,13 @@ async def test_abort_releases_or_quarantines(ledger: Ledger) -> None:
 
 
 async def test_a_lease_ends_by_the_database_s_clock_whether_or_not_anyone_swept(ledger: Ledger) -> None:
-    short = await Ledger.create(ledger.api, "short", update_lease_seconds=0.4)
+    short = await Ledger.create(ledger.api, "short", update_lease_seconds=1.5)
     await short.worker()
     ids = await short.group("g")
     ok(await short.open())
     assert await short.reserve(*ids) == ["reserved"] * 2
     ok(await short.call("POST", "/updates/u/renew", {"owner": "t-1"}))
-    await asyncio.sleep(0.45)
+    await asyncio.sleep(1.55)
     refused(await short.commit(), 409, "lease_expired")
     refused(await short.call("POST", "/updates/u/renew", {"owner": "t-1"}), 409, "lease_expired")
     ok(await short.open("v"))
@@ -301,7 +309,7 @@ async def test_a_lease_ends_by_the_database_s_clock_whether_or_not_anyone_swept(
 
 
 async def test_the_sweeper_ends_a_lease_that_nobody_asks_about(ledger: Ledger) -> None:
-    short = await Ledger.create(ledger.api, "short", update_lease_seconds=0.2, on_expiry="quarantine")
+    short = await Ledger.create(ledger.api, "short", update_lease_seconds=1, on_expiry="quarantine")
     await short.worker()
     ids = await short.group("g")
     ok(await short.open())

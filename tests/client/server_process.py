@@ -15,8 +15,9 @@ import httpx
 class ServerProcess:
     """`coordinator serve` on a free port of this machine; the port stays the same over restarts."""
 
-    def __init__(self, data: Path) -> None:
+    def __init__(self, data: Path, database_url: str | None = None) -> None:
         self.data = data
+        self.database_url = database_url
         self.log = data.parent / f"{data.name}.log"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -34,6 +35,8 @@ class ServerProcess:
             for name, value in os.environ.items()
             if not name.startswith("COORDINATOR_") and name != "DATABASE_URL"
         }
+        if self.database_url is not None:
+            environment["DATABASE_URL"] = self.database_url
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "coordinator.cli", "serve", "--port", "0", "--data", str(self.data)],

@@ -6,28 +6,44 @@ import re
 from pathlib import Path
 
 from coordinator.rules.lifecycle import mermaid_diagram
+from coordinator.settings import Settings
 from coordinator.wire.problems import PROBLEMS
 
-CONCEPTS = Path(__file__).parents[2] / "docs" / "concepts.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = {"lifecycle": DOCS / "concepts.md", "codes": DOCS / "api.md", "settings": DOCS / "operating.md"}
+"""The page of each generated part, by the name of its marker."""
 
 
-def generated() -> dict[str, str]:
-    """The parts of the page that come from the code, by the name of their marker."""
-    codes = [f"| `{p.code}` | {p.status} | {p.title} | {p.next_step} |" for p in PROBLEMS.values()]
-    return {
-        "lifecycle": f"```mermaid\n{mermaid_diagram().strip()}\n```",
-        "codes": "\n".join(["| code | status | what it says | what to do |", "|---|---|---|---|", *codes]),
-    }
+def generated(name: str) -> str:
+    """A part as the code has it now."""
+    match name:
+        case "lifecycle":
+            return f"```mermaid\n{mermaid_diagram().strip()}\n```"
+        case "codes":
+            rows = [f"| `{p.code}` | {p.status} | {p.title} | {p.next_step} |" for p in PROBLEMS.values()]
+            return "\n".join(["| code | status | what it says | what to do |", "|---|---|---|---|", *rows])
+        case "settings":
+            return "\n".join(["| variable | left out | meaning |", "|---|---|---|", *_settings()])
+    raise ValueError(name)
 
 
-def fill(page: str) -> str:
-    """The page with each generated part between its markers as the code has it now."""
-    for name, part in generated().items():
-        pattern = re.compile(rf"(<!-- {name}: generated -->\n).*?(\n<!-- end -->)", re.DOTALL)
-        page, count = pattern.subn(lambda found, part=part: found[1] + part + found[2], page)
-        assert count == 1, name
+def _settings() -> list[str]:
+    prefix = Settings.model_config["env_prefix"]
+    return [
+        f"| `{field.validation_alias or prefix + name.upper()}` "
+        f"| {'' if field.default is None else f'`{field.default}`'} | {field.description} |"
+        for name, field in Settings.model_fields.items()
+    ]
+
+
+def fill(name: str, page: str) -> str:
+    """The page with its generated part between the markers as the code has it now."""
+    pattern = re.compile(rf"(<!-- {name}: generated -->\n).*?(<!-- end -->)", re.DOTALL)
+    page, count = pattern.subn(lambda found: f"{found[1]}{generated(name)}\n{found[2]}", page)
+    assert count == 1, name
     return page
 
 
 if __name__ == "__main__":
-    CONCEPTS.write_text(fill(CONCEPTS.read_text(encoding="utf-8")), encoding="utf-8")
+    for part, path in PAGES.items():
+        path.write_text(fill(part, path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -14,9 +14,9 @@ import pytest
 from coordinator.client import Candidates, Coordinator, Run
 from coordinator.wire.policies import PolicyRef
 from coordinator.wire.rollouts import Rollout
-from tests.client.runs import BASE, group, new_worker, reward, rewarded_groups, write_adapter
+from tests.client.runs import BASE, group, new_worker, rewarded_groups, write_adapter
 from tests.client.server_process import ServerProcess
-from tests.docs.pages import CONCEPTS, fill
+from tests.docs.pages import DOCS, PAGES, fill
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -50,13 +50,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     server.stop()
 
 
-def test_generated_parts_are_up_to_date() -> None:
-    page = CONCEPTS.read_text(encoding="utf-8")
-    assert page == fill(page), "run: python tests/docs/pages.py"
+@pytest.mark.parametrize("part", PAGES)
+def test_generated_parts_are_up_to_date(part: str) -> None:
+    page = PAGES[part].read_text(encoding="utf-8")
+    assert page == fill(part, page), "run: python tests/docs/pages.py"
 
 
 def test_links_lead_somewhere() -> None:
-    for page in (ROOT / "README.md", CONCEPTS, ROOT / "CHANGELOG.md"):
+    for page in (ROOT / "README.md", *DOCS.glob("*.md"), ROOT / "CHANGELOG.md"):
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
@@ -132,4 +133,17 @@ def test_the_worker_s_lines(run: Run) -> None:
     exec(compile(block("Ten lines for a worker"), "README.md", "exec"), {"engine": Engine()})
     rollouts = list(run.rollouts(state="generated"))
     assert len(rollouts) == 6
-    reward(run, group(run.worker("gpu-0", Engine.process_id), run.view().active, "g1"))
+
+
+def test_the_reward_service_s_lines(run: Run) -> None:
+    worker, active = new_worker(run), run.view().active
+    run.submit(group(worker, active, "scored") + group(worker, active, "slow"))
+
+    def score(task_id: str, token_ids: list[int]) -> float:
+        if task_id == "slow":
+            raise TimeoutError
+        return float(token_ids[-1])
+
+    exec(compile(block("A reward service"), "README.md", "exec"), {"score": score, "rules_sha256": "d" * 64})
+    assert [(r.state, r.reward) for r in run.rollouts(group_id="scored")] == [("rewarded", 5.0), ("rewarded", 6.0)]
+    assert [(r.reward_status, r.reward) for r in run.rollouts(group_id="slow")] == [("timeout", None)] * 2

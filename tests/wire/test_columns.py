@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pyarrow as pa
@@ -144,3 +145,19 @@ def test_candidates_come_back_as_they_went() -> None:
     received = decode_candidates(encode_candidates(sent))
     assert received.to_model() == sent.to_model()
     assert received.to_model().rollouts[0].behavior_log_probs == [None, -1.5]
+
+
+@pytest.mark.parametrize("view", [pa.list_view, pa.large_list_view])
+@pytest.mark.parametrize("name", ["token_ids", "action_mask", "behavior_log_probs", "spans"])
+def test_list_views_are_refused_since_their_cast_loses_rows(
+    name: str, view: Callable[[pa.DataType], pa.DataType]
+) -> None:
+    table = pa.ipc.open_stream(encode_rollouts(rollout_columns([rollout(0, 3), rollout(1, 3)]))).read_all()
+    column = table.column(name)
+    views = pa.array(column.to_pylist(), view(column.type.value_type))
+    table = table.set_column(table.column_names.index(name), name, views)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(ArrowError, match=f"column {name} is "):
+        decode_rollouts(sink.getvalue().to_pybytes())

@@ -1,0 +1,262 @@
+"""Calls let loose at the same moment on two replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import asyncpg
+import numpy as np
+import pytest
+
+from coordinator.client import Coordinator, Refused, Run
+from coordinator.client.connection import Connection
+from coordinator.client.rollouts import Candidates
+from coordinator.wire.policies import PolicyRef
+from coordinator.wire.rollouts import Reward, Rollout
+from coordinator.wire.updates import (
+    AbortUpdate,
+    CommitUpdate,
+    OpenUpdate,
+    ReserveAnswer,
+    ReserveItem,
+    ReserveRequest,
+    UpdateView,
+)
+from tests.client.runs import BASE, LOG_PROB, group, new_run, new_worker, rewarded_groups, write_adapter
+from tests.client.server_process import ServerProcess
+from tests.ledger_checker import check_ledger
+
+T = TypeVar("T")
+ROUNDS = 200
+
+
+@pytest.fixture
+def coordinators(replicas: list[ServerProcess]) -> Iterator[list[Coordinator]]:
+    clients = [Coordinator(server.url, server.token) for server in replicas]
+    yield clients
+    for client in clients:
+        client.close()
+
+
+def at_once(*calls: Callable[[], T]) -> list[T | Refused]:
+    """What each call came to, all of them started together."""
+    barrier = threading.Barrier(len(calls))
+
+    def wait_and(call: Callable[[], T]) -> T | Refused:
+        barrier.wait()
+        try:
+            return call()
+        except Refused as refused:
+            return refused
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result() for future in [pool.submit(wait_and, call) for call in calls]]
+
+
+def codes(outcomes: Sequence[object]) -> Counter[str]:
+    """How often each came: `ok`, or the code of the refusal."""
+    return Counter(outcome.code if isinstance(outcome, Refused) else "ok" for outcome in outcomes)
+
+
+def everywhere(coordinators: list[Coordinator], **settings: object) -> list[Run]:
+    run = new_run(coordinators[0], **settings)
+    return [coordinator.run(run.id) for coordinator in coordinators]
+
+
+def log_probs(candidates: Candidates) -> list[np.ndarray]:
+    return [np.full(len(trajectory.token_ids), LOG_PROB) for trajectory in candidates]
+
+
+def test_of_two_updates_exactly_one_wins_each_rollout(coordinators: list[Coordinator], replicated_url: str) -> None:
+    runs = everywhere(coordinators, group_size=None, hold_seconds=0.001)
+    rewarded_groups(runs[0], new_worker(runs[0]), ROUNDS // 2)
+    with runs[0].update("a") as a, runs[1].update("b") as b:
+        found = a.candidates(ROUNDS)
+        assert len(found) == ROUNDS
+        for trajectory in found:
+            one = Candidates((trajectory,))
+            answers = at_once(partial(a.reserve, one, log_probs(one)), partial(b.reserve, one, log_probs(one)))
+            verdicts = Counter(answer.verdicts[0].verdict for answer in answers)
+            assert verdicts == {"reserved": 1, "revision_conflict": 1}
+        views = [runs[0].update_view(name) for name in ("a", "b")]
+        assert sum(view.reserved for view in views) == ROUNDS
+        assert all(view.reserved > 0 for view in views), "one side won every race: there was none"
+        assert codes(at_once(a.commit, b.commit)) == {"ok": 1, "line_conflict": 1}
+    assert check_ledger(replicated_url) == []
+
+
+def test_acks_of_six_workers_switch_once_and_only_forward(
+    coordinators: list[Coordinator], replicated_url: str, tmp_path: Path
+) -> None:
+    runs = everywhere(coordinators)
+    workers = [new_worker(runs[n % 2], f"w{n}") for n in range(6)]
+    ended = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        seen = pool.submit(asyncio.run, pointers(replicated_url, runs[0].id, ended))
+        try:
+            for version in range(1, 13):
+                folder = write_adapter(tmp_path / str(version), b"%d" % version)
+                policy = runs[0].publish(version=version, parent_version=version - 1, folder=folder, base_model=BASE)
+                runs[0].open_activation(version, f"a{version}")
+                answers = at_once(*(partial(worker.ack, version, policy.artifact_hash) for worker in workers))
+                assert all(answer.matching for answer in answers)
+                assert [a.activation.activated for a in answers if a.activation is not None].count(True) == 1
+                assert {run.view().active.version for run in runs} == {version}
+        finally:
+            ended.set()
+        observed = seen.result()
+    assert {count for _, count in observed} == {1}, "at some moment not exactly one version was active"
+    versions = [version for version, _ in observed]
+    assert versions == sorted(versions)
+    assert check_ledger(replicated_url) == []
+
+
+async def pointers(url: str, run_id: str, ended: threading.Event) -> list[tuple[int, int]]:
+    """The pointer and the number of active versions that agree with it, again and again."""
+    connection = await asyncpg.connect(url.replace("+asyncpg", ""))
+    seen = []
+    try:
+        while not ended.is_set():
+            row = await connection.fetchrow(
+                "SELECT active_version, (SELECT count(*) FROM policy_versions v WHERE v.run_no = r.run_no"
+                " AND v.state = 'active' AND v.version = r.active_version) AS active FROM runs r"
+                " WHERE r.run_id = $1",
+                run_id,
+            )
+            seen.append((row["active_version"], row["active"]))
+            await asyncio.sleep(0.002)
+    finally:
+        await connection.close()
+    return seen
+
+
+def test_an_identical_call_sent_twice_at_once_has_one_effect(
+    coordinators: list[Coordinator], replicated_url: str, tmp_path: Path
+) -> None:
+    runs = everywhere(coordinators)
+    worker = new_worker(runs[0])
+    active = runs[0].view().active
+    folder = write_adapter(tmp_path / "adapter")
+    for number in range(10):
+        batch = group(worker, active, f"g{number}")
+        answers = at_once(*(partial(run.submit, batch) for run in runs * 2))
+        verdicts = Counter(verdict.verdict for answer in answers for verdict in answer.verdicts)
+        assert verdicts == {"accepted": 2, "duplicate": 6}
+        at_once(*(partial(reward_again, run, batch) for run in runs * 2))
+        version = number + 1
+        prepare = {"version": version, "parent_version": number, "folder": folder, "base_model": BASE}
+        published = at_once(*(partial(run.publish, **prepare) for run in runs * 2))
+        assert codes(published) == {"ok": 4}
+        opened = at_once(*(partial(run.open_activation, version, f"a{version}") for run in runs * 2))
+        assert codes(opened) == {"ok": 4}
+        assert worker.ack(version, runs[0].policy(version).artifact_hash).matching
+        active = runs[1].view().active
+        assert active.version == version
+    assert check_ledger(replicated_url) == []
+
+
+def reward_again(run: Run, batch: Sequence[Rollout]) -> None:
+    answer = run.reward(
+        [
+            Reward(rollout_id=rollout.rollout_id, status="ok", value=1.0, ruleset_id="count", ruleset_hash="d" * 64)
+            for rollout in batch
+        ]
+    )
+    assert {verdict.verdict for verdict in answer.verdicts} <= {"stored", "duplicate"}
+
+
+def test_versions_of_one_number_with_two_contents_have_one_winner(
+    coordinators: list[Coordinator], replicated_url: str, tmp_path: Path
+) -> None:
+    runs = everywhere(coordinators)
+    for version in range(1, 11):
+        folders = [write_adapter(tmp_path / f"{version}-{side}", b"%d" % side) for side in range(2)]
+        outcomes = at_once(
+            *(
+                partial(run.publish, version=version, parent_version=version - 1, folder=folder, base_model=BASE)
+                for run, folder in zip(runs, folders, strict=True)
+            )
+        )
+        assert codes(outcomes) == {"ok": 1, "policy_conflict": 1}
+    assert check_ledger(replicated_url) == []
+
+
+def test_commit_abort_and_expiry_end_an_update_once(
+    coordinators: list[Coordinator], replicas: list[ServerProcess], replicated_url: str
+) -> None:
+    """The lease ends while commits and an abort are on their way; whatever comes first is the only end."""
+    runs = everywhere(coordinators, update_lease_seconds=0.3)
+    worker = new_worker(runs[0])
+    ends: Counter[str] = Counter()
+    for number in range(12):
+        names = [r.rollout_id for r in rewarded_groups(runs[0], worker, 1, prefix=f"{number}:")]
+        view = runs[0].view()
+        links = [Connection(s.url, s.token, timeout_seconds=30, retry_seconds=0) for s in replicas]
+        path = ("runs", view.run_id, "updates", f"u{number}")
+        opening = OpenUpdate(owner="t", policy_version=view.active.version, artifact_hash=view.active.artifact_hash)
+        links[0].call("PUT", path, UpdateView, body=opening)
+        items = [
+            ReserveItem(rollout_id=name, revision=1, current_log_probs=[None, None, *[LOG_PROB] * 3]) for name in names
+        ]
+        reserving = ReserveRequest(owner="t", after_commit_no=view.last_commit_no, rollouts=items)
+        answer = links[0].call("POST", (*path, "reserve"), ReserveAnswer, body=reserving)
+        assert {verdict.verdict for verdict in answer.verdicts} == {"reserved"}
+        time.sleep((0.0, 0.27, 0.29, 0.4)[number % 4])
+        committing = CommitUpdate(owner="t", after_commit_no=view.last_commit_no)
+        aborting = AbortUpdate(owner="t", reason="at the same time")
+        outcomes = at_once(
+            partial(links[0].call, "POST", (*path, "commit"), UpdateView, body=committing),
+            partial(links[1].call, "POST", (*path, "commit"), UpdateView, body=committing),
+            partial(links[number % 2].call, "POST", (*path, "abort"), UpdateView, body=aborting),
+        )
+        for link in links:
+            link.close()
+        time.sleep(0.35)
+        end = runs[0].update_view(f"u{number}").state
+        ends[end] += 1
+        assert {outcome.state for outcome in outcomes if not isinstance(outcome, Refused)} <= {end}
+        assert codes(outcomes).keys() <= {"ok", "update_fenced", "lease_expired"}
+    assert ends.keys() <= {"committed", "aborted", "expired"}
+    assert min(ends["committed"], ends["expired"]) > 0
+    assert check_ledger(replicated_url) == []
+
+
+def test_giving_up_draining_and_the_last_ack_leave_one_outcome(
+    coordinators: list[Coordinator], replicated_url: str, tmp_path: Path
+) -> None:
+    runs = everywhere(coordinators)
+    workers = [new_worker(runs[n], f"w{n}") for n in range(2)]
+    ends: Counter[str] = Counter()
+    for version in range(1, 17):
+        folder = write_adapter(tmp_path / str(version), b"%d" % version)
+        parent = runs[0].view().active.version
+        policy = runs[0].publish(version=version, parent_version=parent, folder=folder, base_model=BASE)
+        runs[0].open_activation(version, f"a{version}")
+        assert workers[0].ack(version, policy.artifact_hash).matching
+        late = group(workers[0], PolicyRef(version=version, artifact_hash=policy.artifact_hash), f"late{version}")
+        drains = version % 4 == 0
+        outcomes = at_once(
+            workers[1].drain if drains else partial(workers[1].ack, version, policy.artifact_hash),
+            partial(runs[1].give_up, f"a{version}", "at the same time"),
+            partial(runs[1].submit, late),
+        )
+        assert codes(outcomes).keys() <= {"ok", "activation_ended"}
+        activation = runs[0].activation(f"a{version}")
+        ends[activation.state] += 1
+        switched = activation.state == "succeeded"
+        assert switched == (runs[1].view().active.version == version)
+        states = {runs[0].rollout(rollout.rollout_id).state for rollout in late}
+        assert states == ({"generated"} if switched else {"quarantined"})
+        if drains:  # a new life, to take part again
+            workers[1] = runs[1].worker("w1", f"w1-{version}")
+            workers[1].register("hand", "1")
+    assert ends.keys() == {"succeeded", "given_up"}
+    assert check_ledger(replicated_url) == []

@@ -1,0 +1,91 @@
+"""A load of client processes over one run, and what they were told in the end. The client is `load_client.py`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from coordinator.client import Coordinator, Run
+from coordinator.wire.policies import PolicyRef
+from coordinator.wire.runs import CreateRun, FirstPolicy, RunSettings
+from tests.client.runs import BASE, CONTRACT
+from tests.ledger_checker import Acknowledged
+
+CLIENT = Path(__file__).with_name("load_client.py")
+SETTINGS = {"group_size": 4, "max_lag": 2, "update_lease_seconds": 1.5, "hold_seconds": 1.0, "lost_after_seconds": 600}
+
+
+def start_run(coordinator: Coordinator, run_id: str, **settings: object) -> Run:
+    """A run for this load."""
+    return coordinator.create_run(
+        CreateRun(
+            run_id=run_id,
+            settings=RunSettings.model_validate(SETTINGS | settings),
+            contract=CONTRACT,
+            vocab_size=100,
+            policy=FirstPolicy(base_model=BASE),
+        )
+    )
+
+
+class Clients:
+    """The client processes of one load, started together."""
+
+    def __init__(self, folder: Path, run: Run, servers: Sequence[tuple[str, str]], until: float) -> None:
+        self._folder, self._run_id, self._servers, self._until = folder, run.id, servers, until
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, role: str, name: str) -> None:
+        addresses = [part for server in self._servers for part in server]
+        report = str(self._folder / f"{name}.report")
+        with (self._folder / f"{name}.log").open("wb") as log:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, str(CLIENT), role, name, self._run_id, report, str(self._until), *addresses],
+                stdout=log,
+                stderr=log,
+            )
+
+    def stop(self) -> None:
+        """Ends whoever still runs, as after a failed test."""
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+    def told(self) -> tuple[Acknowledged, list[str], list[str]]:
+        """When all have ended: what they were told, their faults, and their retries."""
+        told, faults, retries = Acknowledged(), [], []
+        for name, process in self.processes.items():
+            code = process.wait(90)
+            if code != 0:
+                faults.append(f"{name} ended with {code}: {(self._folder / f'{name}.log').read_text()[-1500:]}")
+            for line in (self._folder / f"{name}.report").read_text().splitlines():
+                match json.loads(line):
+                    case ["rollout", rollout_id]:
+                        told.rollouts.add(rollout_id)
+                    case ["reward", rollout_id, value]:
+                        told.rewards[rollout_id] = value
+                    case ["reserve", update_id, rollout_id, revision]:
+                        told.reserves.add((update_id, rollout_id, revision))
+                    case ["commit", update_id, number]:
+                        told.commits[update_id] = number
+                    case ["active", version]:
+                        told.versions.add(version)
+                    case ["retry", text]:
+                        retries.append(f"{name}: {text}")
+                    case ["fault", text]:
+                        faults.append(f"{name}: {text}")
+        return told, faults, retries
+
+
+def publish(run: Run, folder: Path, version: int) -> PolicyRef:
+    """Makes and activates the next version of a single small file."""
+    files = folder / f"version-{version}"
+    files.mkdir(parents=True, exist_ok=True)
+    (files / "adapter.bin").write_bytes(b"%d" % version)
+    run.publish(version=version, parent_version=version - 1, folder=files, base_model=BASE)
+    activation = run.activate(version, f"activate-{version}")
+    return PolicyRef(version=activation.version, artifact_hash=run.policy(version).artifact_hash)
