@@ -287,39 +287,22 @@ async def _store(connection: AsyncConnection, run: Run, items: list[Item], calle
     verdicts: dict[int, ArrivalVerdict] = {}
     for item in items:
         rollout_id = item.identity.rollout_id
-        row = placed.get(rollout_id)
-        if rollout_id in fallen:  # with its group, which a sibling in this batch made hopeless
-            verdict = ArrivalVerdict(
-                rollout_id=rollout_id,
-                verdict="accepted",
-                state="offline",
-                revision=fallen[rollout_id],
-                reason="group_refused",
+        new = rollout_id in placed
+        row = placed.get(rollout_id) or found.get(rollout_id)
+        if row is None or not (new or row.content_hash == item.content_hash):
+            detail = (
+                "another rollout has this group_id, sample_index and attempt"
+                if row is None
+                else "this rollout_id is taken by other content"
             )
-        elif row is not None:
-            verdict = ArrivalVerdict(
-                rollout_id=rollout_id,
-                verdict="accepted",
-                state=row.state,
-                revision=row.revision,
-                reason=row.reason,
-            )
-        else:
-            row = found.get(rollout_id)
-            if row is not None and row.content_hash == item.content_hash:
-                verdict = ArrivalVerdict(
-                    rollout_id=rollout_id,
-                    verdict="duplicate",
-                    state=row.state,
-                    revision=row.revision,
-                    reason=row.reason,
-                )
-            else:
-                detail = (
-                    "this rollout_id is taken by other content"
-                    if row is not None
-                    else "another rollout has this group_id, sample_index and attempt"
-                )
-                verdict = ArrivalVerdict(rollout_id=rollout_id, verdict="conflict", detail=detail)
-        verdicts[item.place] = verdict
+            verdicts[item.place] = ArrivalVerdict(rollout_id=rollout_id, verdict="conflict", detail=detail)
+            continue
+        fell = rollout_id in fallen  # with its group, which a sibling in this batch made hopeless
+        verdicts[item.place] = ArrivalVerdict(
+            rollout_id=rollout_id,
+            verdict="accepted" if new else "duplicate",
+            state="offline" if fell else row.state,
+            revision=fallen[rollout_id] if fell else row.revision,
+            reason="group_refused" if fell else row.reason,
+        )
     return verdicts

@@ -150,3 +150,16 @@ async def test_latecomers_of_a_spent_group_go_offline(ledger: Ledger) -> None:
     assert await four.state("c") == ("offline", "group_spent", 1)
     await four.submit(four.rollout("d", index=3))
     assert await four.state("d") == ("offline", "group_spent", 1)
+
+
+async def test_a_repeated_or_conflicting_arrival_is_told_as_such_when_its_group_falls(ledger: Ledger) -> None:
+    """The row that was there falls with its group in this very call; the item is no new arrival for that."""
+    for verdict, changes in (("duplicate", {}), ("conflict", {"task_id": "other"})):
+        first = ledger.rollout(f"{verdict}-a", verdict)
+        await ledger.submit(first)
+        bad = ledger.rollout(f"{verdict}-b", verdict, index=1, version=9)
+        answer, _ = await ledger.submit(first | changes, bad)
+        assert answer["verdict"] == verdict
+        assert await ledger.state(f"{verdict}-a") == ("offline", "group_refused", 1)
+        if verdict == "duplicate":
+            assert (answer["state"], answer["reason"], answer["revision"]) == ("offline", "group_refused", 1)
