@@ -147,7 +147,6 @@ async def judge(connection: AsyncConnection, run: Run, activation: Any) -> Activ
     policy = (
         await connection.execute(queries.GET_VERSION, {"run_no": run.run_no, "version": activation.version})
     ).one()
-    required = (await _required(connection, run, activation.activation_id))[activation.activation_id]
     rows = await connection.execute(
         queries.REQUIRED_WORKERS, {"run_no": run.run_no, "activation_id": activation.activation_id}
     )
@@ -166,7 +165,7 @@ async def judge(connection: AsyncConnection, run: Run, activation: Any) -> Activ
         policy.artifact_hash,
         policy.state == "committed",
         acks,
-        [worker.worker_id for worker in required],
+        list(acks),
     )
     return ActivationVerdict(
         activated=decision.reason == "activated",
