@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.client.server_process import ServerProcess
 from tests.database import Databases, databases
 
 
@@ -20,3 +22,12 @@ def postgres() -> Iterator[Databases]:
 def database_url(postgres: Databases) -> str:
     """A database of this test's own, at the newest schema."""
     return postgres.migrated()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    """A coordinator process of this test's own, with an embedded Postgres."""
+    server = ServerProcess(tmp_path / "data")
+    server.start()
+    yield server
+    server.stop()

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from coordinator.client import Coordinator, Run
 from coordinator.wire.policies import PolicyRef
-from coordinator.wire.runs import CreateRun, FirstPolicy, RunSettings
-from tests.client.runs import BASE, CONTRACT
+from tests.client.runs import BASE, new_run
 from tests.ledger_checker import Acknowledged
 
 CLIENT = Path(__file__).with_name("load_client.py")
@@ -20,15 +19,7 @@ SETTINGS = {"group_size": 4, "max_lag": 2, "update_lease_seconds": 1.5, "hold_se
 
 def start_run(coordinator: Coordinator, run_id: str, **settings: object) -> Run:
     """A run for this load."""
-    return coordinator.create_run(
-        CreateRun(
-            run_id=run_id,
-            settings=RunSettings.model_validate(SETTINGS | settings),
-            contract=CONTRACT,
-            vocab_size=100,
-            policy=FirstPolicy(base_model=BASE),
-        )
-    )
+    return new_run(coordinator, run_id, **SETTINGS | settings)
 
 
 class Clients:

@@ -23,10 +23,10 @@ LOG_PROB = math.log(0.5)
 _names = itertools.count()
 
 
-def new_run(coordinator: Coordinator, **settings: object) -> Run:
+def new_run(coordinator: Coordinator, run_id: str | None = None, **settings: object) -> Run:
     return coordinator.create_run(
         CreateRun(
-            run_id=f"run-{next(_names)}",
+            run_id=run_id or f"run-{next(_names)}",
             settings=RunSettings.model_validate({"group_size": 2} | settings),
             contract=CONTRACT,
             vocab_size=100,

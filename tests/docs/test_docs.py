@@ -14,7 +14,7 @@ import pytest
 from coordinator.client import Candidates, Coordinator, Run
 from coordinator.wire.policies import PolicyRef
 from coordinator.wire.rollouts import Rollout
-from tests.client.runs import BASE, group, new_worker, rewarded_groups, write_adapter
+from tests.client.runs import BASE, group, new_run, new_worker, rewarded_groups, write_adapter
 from tests.client.server_process import ServerProcess
 from tests.docs.pages import DOCS, PAGES, fill
 
@@ -29,25 +29,11 @@ def block(heading: str) -> str:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    server = ServerProcess(tmp_path / "data")
-    server.start()
+def run(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     monkeypatch.setenv("COORDINATOR_URL", server.url)
     monkeypatch.setenv("COORDINATOR_TOKEN", server.token)
     with Coordinator() as coordinator:
-        from coordinator.wire.runs import CreateRun, FirstPolicy, RunSettings
-        from tests.client.runs import CONTRACT
-
-        yield coordinator.create_run(
-            CreateRun(
-                run_id="sums",
-                settings=RunSettings(group_size=2, activation_deadline_seconds=20),
-                contract=CONTRACT,
-                vocab_size=100,
-                policy=FirstPolicy(base_model=BASE),
-            )
-        )
-    server.stop()
+        yield new_run(coordinator, "sums", activation_deadline_seconds=20)
 
 
 @pytest.mark.parametrize("part", PAGES)

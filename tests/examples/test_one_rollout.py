@@ -3,22 +3,11 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from tests.client.server_process import ServerProcess
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "one_rollout.py"
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    server = ServerProcess(tmp_path / "data")
-    server.start()
-    yield server
-    server.stop()
 
 
 def test_one_rollout(server: ServerProcess) -> None:

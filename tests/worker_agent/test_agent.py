@@ -27,14 +27,6 @@ pytestmark = pytest.mark.xdist_group("models")
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    server = ServerProcess(tmp_path / "data")
-    server.start()
-    yield server
-    server.stop()
-
-
-@pytest.fixture
 def coordinator(server: ServerProcess) -> Iterator[Coordinator]:
     with Coordinator(server.url, server.token) as coordinator:
         yield coordinator
