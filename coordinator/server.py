@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ipaddress
 import os
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -117,8 +118,15 @@ def bind(host: str, port: int, address_file: Path) -> socket.socket:
     raise AssertionError("unreachable")
 
 
+def _exit(number: int, _: object) -> None:
+    raise SystemExit(0)
+
+
 def serve_forever(settings: Settings, host: str, port: int, say: Say) -> None:
-    """Serves until SIGTERM or SIGINT; requests under way are finished first."""
+    """Serves until SIGTERM or SIGINT; requests under way are finished first, and an embedded Postgres is shut down."""
+    # uvicorn raises the signal again when it has shut down. Left to its default, SIGTERM would end the process
+    # there and then, and the embedded Postgres would be cut off without its closing checkpoint.
+    signal.signal(signal.SIGTERM, _exit)
     settings.data.mkdir(parents=True, exist_ok=True)
     address_file = settings.data / "address"
     listener = bind(host, port, address_file)

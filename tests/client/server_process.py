@@ -60,13 +60,15 @@ class ServerProcess:
         self._process.kill()
         self._process.wait()
 
-    def stop(self) -> None:
+    def stop(self) -> int | None:
+        """In good order, by SIGTERM. Answers the exit code of the last process."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
-            self._process.wait(30)
+            self._process.wait(60)
         # As root, the database cannot lie in a private temporary folder; the coordinator says where it put it.
         for folder in set(re.findall(r"the database is in (\S+)", self.log.read_text())):
             _remove(Path(folder))
+        return None if self._process is None else self._process.returncode
 
 
 def _remove(folder: Path) -> None:

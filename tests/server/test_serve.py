@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import httpx
@@ -92,3 +94,19 @@ def test_the_first_token_is_its_owner_s_and_others_are_made_beside_a_running_ser
         assert "a token named eye exists" in refusal(again)
     finally:
         server.stop()
+
+
+def test_sigterm_closes_the_embedded_postgres_in_order(tmp_path: Path) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="coordinator-stop-"))
+    folder.chmod(0o755)  # as root, Postgres runs as another user
+    server = ServerProcess(folder / "data")
+    try:
+        server.start()
+        assert server.stop() == 0
+        log = (folder / "data" / "postgres" / "postgres.log").read_text()
+        assert "received fast shutdown request" in log
+        assert "received immediate shutdown request" not in log
+        shutil.rmtree(folder / "data")  # nobody writes there any more
+    finally:
+        server.stop()
+        shutil.rmtree(folder)

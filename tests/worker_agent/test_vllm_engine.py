@@ -27,7 +27,13 @@ PROMPT = tuple(range(20, 60))  # longer than one block of the prefix cache
 
 @pytest.fixture(autouse=True)
 def no_adapters(engine: VllmEngine) -> Iterator[None]:
+    """The engine is shared with tests of other modules: each test here begins and ends without adapters."""
+    remove_all(engine)
     yield
+    remove_all(engine)
+
+
+def remove_all(engine: VllmEngine) -> None:
     for key in list(engine._adapters):
         engine._remove(key)
     assert engine._llm.llm_engine.list_loras() == set()
