@@ -13,6 +13,7 @@ from sqlalchemy import text
 
 from coordinator import clocks, errors
 from coordinator.body import BodyLimit
+from coordinator.diagnosis import router as diagnosis
 from coordinator.policies.endpoints import router as policies
 from coordinator.rollouts.endpoints import router as rollouts
 from coordinator.runs.endpoints import router as runs
@@ -21,6 +22,7 @@ from coordinator.storage.changes import Changes
 from coordinator.storage.database import Database, check_durability
 from coordinator.storage.migrations import check_schema
 from coordinator.tokens.endpoints import router as tokens
+from coordinator.updates.endpoints import line, rewinds
 from coordinator.updates.endpoints import router as updates
 from coordinator.wire.rollouts import Rollout
 from coordinator.wire.updates import ReserveItem
@@ -64,7 +66,7 @@ def create_app(database: Database, artifacts: Path, max_body_bytes: int = 64 * 2
     app.state.artifacts = ArtifactStore(artifacts)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
     errors.install(app)
-    for router in (runs, workers, policies, rollouts, updates, tokens):
+    for router in (runs, workers, policies, rollouts, updates, line, rewinds, diagnosis, tokens):
         app.include_router(router)
 
     @app.get("/healthz", tags=["health"])

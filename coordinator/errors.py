@@ -51,7 +51,7 @@ def _answer(code: str, detail: str, headers: dict[str, str] | None = None, **ext
 
 async def _refused(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, Refusal)
-    headers = {"WWW-Authenticate": "Bearer"} if error.problem.status == 401 else None
+    headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "5"}}.get(error.problem.status)
     return _answer(error.problem.code, error.detail, headers, **error.extra)
 
 

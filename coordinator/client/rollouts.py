@@ -21,20 +21,25 @@ class Trajectory:
 
     `token_ids` is int64, `action_mask` bool and `behavior_log_probs` float32, all of shape [tokens];
     `behavior_log_probs[i]` scores `token_ids[i]` given everything before it, and is NaN where a masked token
-    has none. `policy_version` and `lag` are of the oldest action token.
+    has none. `policy_version` and `lag` are of the oldest action token. `row_starts` says where each training row
+    begins, usually at 0 alone.
     """
 
     rollout_id: str
     revision: int
     group_id: str
     task_id: str
+    task_source: str
     sample_index: int
+    attempt: int
     policy_version: int
     lag: int
     reward: float
     token_ids: npt.NDArray[np.int64]
     action_mask: npt.NDArray[np.bool_]
     behavior_log_probs: npt.NDArray[np.float32]
+    row_starts: tuple[int, ...]
+    side_data: bytes | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +48,7 @@ class Candidates:
 
     trajectories: tuple[Trajectory, ...]
     empty: EmptyReason | None = None
+    contract_hash: str | None = None
 
     def __len__(self) -> int:
         return len(self.trajectories)
@@ -117,15 +123,20 @@ def candidates(columns: CandidateColumns) -> Candidates:
                 revision=columns.revision[i],
                 group_id=columns.group_id[i],
                 task_id=columns.task_id[i],
+                task_source=columns.task_source[i],
                 sample_index=columns.sample_index[i],
+                attempt=columns.attempt[i],
                 policy_version=columns.policy_version[i],
                 lag=columns.lag[i],
                 reward=columns.reward[i],
                 token_ids=columns.token_ids[i],
                 action_mask=columns.action_mask[i],
                 behavior_log_probs=columns.behavior_log_probs[i],
+                row_starts=tuple(columns.row_starts[i]),
+                side_data=columns.side_data[i],
             )
             for i in range(len(columns))
         ),
         columns.empty,
+        columns.contract_hash,
     )

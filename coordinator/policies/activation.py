@@ -14,7 +14,7 @@ from coordinator.errors import Refusal
 from coordinator.operations.access import Caller
 from coordinator.operations.journal import record_event, record_failure
 from coordinator.policies import queries
-from coordinator.rollouts.service import quarantine_unconsumed
+from coordinator.rollouts.quarantine import quarantine_of_versions
 from coordinator.rules.activation import decide_activation
 from coordinator.runs.service import Run, get_run, lock_run
 from coordinator.wire.policies import (
@@ -283,7 +283,12 @@ async def _end(
         reason=reason,
     )
     await record_failure(connection, run.run_no, "activation", state, reason, actor, version=activation.version)
-    await quarantine_unconsumed(connection, run, activation.version, "candidate_not_activated", actor)
+    await quarantine_of_versions(connection, run, [activation.version], "candidate_not_activated", actor)
+
+
+async def fail(connection: AsyncConnection, run: Run, activation_id: str, reason: str, actor: str) -> None:
+    """Fails an open activation; the run's lock is held."""
+    await _end(connection, run, await find_activation(connection, run, activation_id), "failed", reason, actor)
 
 
 async def fail_overdue(connection: AsyncConnection, run_id: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +17,16 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from coordinator.errors import Refusal
 from coordinator.operations.access import Caller
 from coordinator.rollouts import groups, queries
+from coordinator.rollouts.rewards import store_rewards
 from coordinator.rules.identity import (
     Fault,
     canonical_log_probs,
     check_evidence,
+    check_rows,
     check_spans,
     content_hash,
 )
-from coordinator.runs.service import Run, get_run
+from coordinator.runs.service import Run, contract_numbers, counts, get_run
 from coordinator.wire.columns import (
     RolloutColumns,
     decode_rollouts,
@@ -30,11 +34,20 @@ from coordinator.wire.columns import (
     rollout_columns,
     validation_fault,
 )
-from coordinator.wire.rollouts import ArrivalAnswer, ArrivalVerdict, Rollout, RolloutBatch, RolloutIdentity
+from coordinator.wire.rollouts import (
+    ArrivalAnswer,
+    ArrivalVerdict,
+    GenerationFailure,
+    Reward,
+    Rollout,
+    RolloutBatch,
+    RolloutIdentity,
+)
 
 log = logging.getLogger("coordinator.arrival")
 
 LARGEST_BATCH = 4096
+LARGEST_BATCH_TOKENS = 8 * 2**20
 
 
 @dataclass(frozen=True)
@@ -47,6 +60,7 @@ class Item:
     token_ids: bytes
     action_mask: bytes
     behavior_log_probs: bytes
+    side_data: bytes | None
     action_tokens: int
     span_acts: tuple[bool, ...]
     flags: str
@@ -62,7 +76,9 @@ def decode_json(body: bytes) -> RolloutColumns:
             items = from_json(body)["rollouts"]
         except (ValueError, TypeError, KeyError):
             items = None
-        if not isinstance(items, list) or not 1 <= len(items) <= LARGEST_BATCH:
+        if isinstance(items, list) and len(items) > LARGEST_BATCH:
+            raise Refusal("too_large", f"a batch holds at most {LARGEST_BATCH} rollouts, not {len(items)}") from whole
+        if not isinstance(items, list) or not items:
             fault = validation_fault(whole)
             raise Refusal("invalid_request", fault.detail, field=fault.field) from whole
     rollouts: list[Rollout] = []
@@ -83,19 +99,25 @@ def decode_json(body: bytes) -> RolloutColumns:
         ragged([empty if row is None else good.token_ids[row] for row in order], np.int64),
         ragged([empty if row is None else good.action_mask[row] for row in order], np.bool_),
         ragged([empty if row is None else good.behavior_log_probs[row] for row in order], np.float32),
+        [None if row is None else good.side_data[row] for row in order],
     )
 
 
 def decode_arrow(body: bytes) -> RolloutColumns:
     """The columns of an Arrow stream."""
     columns = decode_rollouts(body)
-    if not 1 <= len(columns) <= LARGEST_BATCH:
-        raise Refusal("invalid_request", f"a batch holds 1 to {LARGEST_BATCH} rollouts, not {len(columns)}")
+    if not len(columns):
+        raise Refusal("invalid_request", "a batch holds at least one rollout")
+    if len(columns) > LARGEST_BATCH:
+        raise Refusal("too_large", f"a batch holds at most {LARGEST_BATCH} rollouts, not {len(columns)}")
     return columns
 
 
 def examine(columns: RolloutColumns, run: Run, caller: Caller) -> tuple[list[Item], dict[int, Fault]]:
     """Sorts a batch into items that may be stored and faults, by place. Blocks: run it in a thread."""
+    tokens = max(len(c.values) for c in (columns.token_ids, columns.action_mask, columns.behavior_log_probs))
+    if tokens > LARGEST_BATCH_TOKENS:
+        raise Refusal("too_large", f"a batch holds at most {LARGEST_BATCH_TOKENS} tokens, not {tokens}")
     faults: dict[int, Fault] = {}
     whole: list[int] = []
     for place, identity in enumerate(columns.identities):
@@ -108,6 +130,8 @@ def examine(columns: RolloutColumns, run: Run, caller: Caller) -> tuple[list[Ite
                 f"token_ids has {len(columns.token_ids[place])} entries, action_mask "
                 f"{len(columns.action_mask[place])}, behavior_log_probs {len(columns.behavior_log_probs[place])}",
             )
+        if fault is None and not isinstance(identity, Fault):
+            fault = _side_data_fault(identity, columns.side_data[place])
         if fault is None:
             whole.append(place)
         else:
@@ -126,12 +150,16 @@ def examine(columns: RolloutColumns, run: Run, caller: Caller) -> tuple[list[Ite
         identity = columns.identities[place]
         assert not isinstance(identity, Fault)
         spans = identity.spans
-        found = evidence_faults.get(row) or check_spans(
-            [s.start for s in spans],
-            [s.end for s in spans],
-            mask[row],
-            int(facts.first_action[row]),
-            int(facts.last_action[row]),
+        found = (
+            evidence_faults.get(row)
+            or check_spans(
+                [s.start for s in spans],
+                [s.end for s in spans],
+                mask[row],
+                int(facts.first_action[row]),
+                int(facts.last_action[row]),
+            )
+            or check_rows(identity.row_starts, mask[row])
         )
         if found is not None:
             faults[place] = found
@@ -142,10 +170,11 @@ def examine(columns: RolloutColumns, run: Run, caller: Caller) -> tuple[list[Ite
             Item(
                 place,
                 identity,
-                content_hash(identity.model_dump(mode="json"), ids, marks, canonical[start:end]),
+                content_hash(identity.hashed(), ids, marks, canonical[start:end]),
                 ids.tobytes(),
                 marks.astype(np.uint8).tobytes(),
                 log_probs[row].astype("<f4").tobytes(),
+                columns.side_data[place],
                 int(facts.action_tokens[row]),
                 tuple(len(spans) == 1 or bool(marks[s.start : s.end].any()) for s in spans),
                 "zero_tail" if facts.zero_tail[row] else "",
@@ -154,11 +183,22 @@ def examine(columns: RolloutColumns, run: Run, caller: Caller) -> tuple[list[Ite
     return items, faults
 
 
+def _side_data_fault(identity: RolloutIdentity, side_data: bytes | None) -> Fault | None:
+    """Why the blob is not the one that its digest names."""
+    if (side_data is None) != (identity.side_data_digest is None):
+        return Fault("side_data_mismatch", "side_data", "side_data and side_data_digest come together, or neither does")
+    if side_data is None or hashlib.sha256(side_data).hexdigest() == identity.side_data_digest:
+        return None
+    return Fault("side_data_mismatch", "side_data_digest", "side_data_digest is not the sha256 of side_data")
+
+
 def _outside_run(identity: RolloutIdentity, run: Run, caller: Caller) -> Fault | None:
     """Why an identity, whole in itself, does not belong into this run."""
-    if caller.role == "worker" and caller.worker_id != identity.worker_id:
-        return Fault("wrong_worker", "worker_id", f"the token is bound to worker {caller.worker_id}")
-    if identity.contract != run.contract:
+    if (fault := member_fault(identity, run, caller)) is not None:
+        return fault
+    if identity.reward is not None and not run.settings.reward_on_arrival:
+        return Fault("reward_not_allowed", "reward", "the run takes rewards from the reward service only")
+    if identity.contract != run.contract and run.settings.other_contract == "reject":
         ours, theirs = run.contract.model_dump(), identity.contract.model_dump()
         field = next(name for name in ours if ours[name] != theirs[name])
         return Fault(
@@ -166,6 +206,13 @@ def _outside_run(identity: RolloutIdentity, run: Run, caller: Caller) -> Fault |
             f"contract.{field}",
             f"contract.{field} is {theirs[field]}, the run's is {ours[field]}",
         )
+    return None
+
+
+def member_fault(identity: RolloutIdentity | GenerationFailure, run: Run, caller: Caller) -> Fault | None:
+    """Why a sender may not speak for this member of a group."""
+    if caller.role == "worker" and caller.worker_id != identity.worker_id:
+        return Fault("wrong_worker", "worker_id", f"the token is bound to worker {caller.worker_id}")
     size = run.settings.group_size
     if size is not None and identity.sample_index >= size:
         return Fault(
@@ -187,20 +234,22 @@ async def take_in(
     run_id: str,
     items: list[Item],
     faults: dict[int, Fault],
-    ids: list[str | None],
+    columns: RolloutColumns,
     caller: Caller,
 ) -> ArrivalAnswer:
     """Stores what may be stored and answers one verdict for each item, in the order sent."""
     run = await get_run(connection, run_id)
-    verdicts: dict[int, ArrivalVerdict] = {
-        place: ArrivalVerdict(rollout_id=ids[place], verdict="rejected", reason=fault.code, detail=fault.detail)
-        for place, fault in faults.items()
-    }
-    for place, fault in faults.items():
-        log.info("run %s: rejected %s from %s: %s", run_id, ids[place], caller.actor, fault.detail)
+    await _require_room(connection, run, items)
+    verdicts: dict[int, ArrivalVerdict] = {}
     first, repeats = _first_of_each(items)
     if first:
+        first, mismatched = await _claim_groups(connection, run, first)
+        repeats = [(item, other) for item, other in repeats if other.place not in mismatched]
+        faults = faults | mismatched
+    verdicts |= await _refuse(connection, run, faults, columns, caller)
+    if first:
         verdicts |= await _store(connection, run, first, caller)
+        verdicts |= await _store_rewards(connection, run, first, verdicts, caller)
     for item, other in repeats:
         same = item.content_hash == other.content_hash and (item.identity.rollout_id == other.identity.rollout_id)
         before = verdicts[other.place]
@@ -210,7 +259,96 @@ async def take_in(
             state=before.state if same else None,
             revision=before.revision if same else None,
         )
-    return ArrivalAnswer(verdicts=[verdicts[place] for place in range(len(ids))])
+    return ArrivalAnswer(verdicts=[verdicts[place] for place in range(len(columns))])
+
+
+async def _require_room(connection: AsyncConnection, run: Run, items: list[Item]) -> None:
+    limit = run.settings.storage_limit_bytes
+    if limit is None:
+        return
+    coming = sum(
+        len(i.token_ids) + len(i.action_mask) + len(i.behavior_log_probs) + len(i.side_data or b"") for i in items
+    )
+    stored = (await counts(connection, run)).get("evidence_bytes", 0)
+    if stored + coming > limit:
+        raise Refusal("storage_full", f"run {run.run_id} stores {stored} of {limit} bytes; {coming} more do not fit")
+
+
+async def _claim_groups(
+    connection: AsyncConnection, run: Run, items: list[Item]
+) -> tuple[list[Item], dict[int, Fault]]:
+    """Makes and locks the groups. Answers the items that share their group's contract, and the others' faults."""
+    versions = sorted({span.version for item in items for span in item.identity.spans})
+    await connection.execute(queries.SHARE_CANDIDATES, {"run_no": run.run_no, "versions": versions})
+    numbers = await contract_numbers(connection, run, (item.identity.contract for item in items))
+    wanted: dict[str, int | None] = {}
+    for item in items:
+        wanted.setdefault(getattr(item.identity, run.group_column), numbers[item.identity.contract])
+    pinned = await groups.claim(connection, run, wanted)
+    faults = {
+        item.place: Fault(
+            "contract_mismatch",
+            "contract",
+            f"group {item.identity.group_id} was generated under another contract",
+        )
+        for item in items
+        if pinned[getattr(item.identity, run.group_column)] != numbers[item.identity.contract]
+    }
+    return [item for item in items if item.place not in faults], faults
+
+
+async def _refuse(
+    connection: AsyncConnection, run: Run, faults: dict[int, Fault], columns: RolloutColumns, caller: Caller
+) -> dict[int, ArrivalVerdict]:
+    """The verdicts of items at fault, which are counted by worker and reason and leave nothing else."""
+    found: Counter[tuple[str, str]] = Counter()
+    details: dict[tuple[str, str], str] = {}
+    for place, fault in faults.items():
+        identity = columns.identities[place]
+        sender = caller.worker_id or (caller.actor if isinstance(identity, Fault) else identity.worker_id)
+        found[sender, fault.code] += 1
+        details[sender, fault.code] = fault.detail[:300]
+        log.info("run %s: rejected %s from %s: %s", run.run_id, columns.ids[place], sender, fault.detail)
+    if found:
+        keys = sorted(found)
+        await connection.execute(
+            queries.COUNT_REJECTIONS,
+            {
+                "run_no": run.run_no,
+                "worker_ids": [worker_id for worker_id, _ in keys],
+                "reasons": [reason for _, reason in keys],
+                "ns": [found[key] for key in keys],
+                "details": [details[key] for key in keys],
+            },
+        )
+    return {
+        place: ArrivalVerdict(rollout_id=columns.ids[place], verdict="rejected", reason=fault.code, detail=fault.detail)
+        for place, fault in faults.items()
+    }
+
+
+async def _store_rewards(
+    connection: AsyncConnection, run: Run, items: list[Item], verdicts: dict[int, ArrivalVerdict], caller: Caller
+) -> dict[int, ArrivalVerdict]:
+    """Stores the rewards that came with rollouts that are here, now or from an earlier sending."""
+    rewarded = [
+        (item.place, Reward(rollout_id=item.identity.rollout_id, **item.identity.reward.model_dump()))
+        for item in items
+        if item.identity.reward is not None and verdicts[item.place].verdict != "conflict"
+    ]
+    if not rewarded:
+        return {}
+    answers = await store_rewards(connection, run, [reward for _, reward in rewarded], caller)
+    return {
+        place: verdicts[place].model_copy(
+            update={
+                "reward": answer.verdict,
+                "state": answer.state or verdicts[place].state,
+                "revision": verdicts[place].revision if answer.revision is None else answer.revision,
+            }
+        )
+        for (place, _), answer in zip(rewarded, answers, strict=True)
+    }
 
 
 def _first_of_each(items: Iterable[Item]) -> tuple[list[Item], list[tuple[Item, Item]]]:
@@ -232,9 +370,7 @@ def _first_of_each(items: Iterable[Item]) -> tuple[list[Item], list[tuple[Item, 
 
 async def _store(connection: AsyncConnection, run: Run, items: list[Item], caller: Caller) -> dict[int, ArrivalVerdict]:
     group_ids = sorted({getattr(item.identity, run.group_column) for item in items})
-    versions = sorted({span.version for item in items for span in item.identity.spans})
-    await connection.execute(queries.SHARE_CANDIDATES, {"run_no": run.run_no, "versions": versions})
-    await groups.claim(connection, run, group_ids)
+    numbers = await contract_numbers(connection, run, (item.identity.contract for item in items))
     spans = [
         (n, span, acts)
         for n, item in enumerate(items, start=1)
@@ -260,8 +396,15 @@ async def _store(connection: AsyncConnection, run: Run, items: list[Item], calle
                 name: [getattr(item, name) for item in items]
                 for name in (
                     "flags", "action_tokens", "content_hash", "token_ids", "action_mask", "behavior_log_probs",
+                    "side_data",
                 )
             },
+            "side_data_digest": [item.identity.side_data_digest for item in items],
+            "row_starts": [
+                None if item.identity.row_starts == (0,) else ",".join(map(str, item.identity.row_starts))
+                for item in items
+            ],
+            "contract_no": [numbers[item.identity.contract] for item in items],
             "span_item": [n for n, _, _ in spans],
             "span_version": [span.version for _, span, _ in spans],
             "span_hash": [span.artifact_hash for _, span, _ in spans],
@@ -275,7 +418,7 @@ async def _store(connection: AsyncConnection, run: Run, items: list[Item], calle
     found = {}
     if left_out:
         rows = await connection.execute(
-            queries.FIND_ROLLOUTS,
+            queries.FIND_KNOWN,
             {"run_no": run.run_no, "rollout_ids": [item.identity.rollout_id for item in left_out]},
         )
         found = {row.rollout_id: row for row in rows}

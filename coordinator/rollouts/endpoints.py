@@ -5,16 +5,26 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import AwareDatetime
 
 from coordinator.body import read_body
 from coordinator.errors import refusals
-from coordinator.operations.access import Anyone, ChangesHere, DatabaseHere, RewardCaller, WorkerCaller
-from coordinator.rollouts import arrival, service
+from coordinator.operations.access import Admin, Anyone, ChangesHere, DatabaseHere, RewardCaller, WorkerCaller
+from coordinator.rollouts import arrival, failures, quarantine, reading, rewards
 from coordinator.runs.service import get_run
-from coordinator.wire.columns import ARROW_MEDIA_TYPE
+from coordinator.wire.columns import ARROW_MEDIA_TYPE, encode_evidence
 from coordinator.wire.rollouts import (
     ArrivalAnswer,
+    Audit,
+    EvidenceAnswer,
+    EvidenceRequest,
+    GenerationFailureBatch,
+    Release,
+    ReleaseAnswer,
+    Rescore,
+    RescoreAnswer,
     RewardAnswer,
     RewardBatch,
     RolloutBatch,
@@ -27,6 +37,11 @@ from coordinator.wire.rollouts import (
 
 router = APIRouter(prefix="/v1/runs/{run_id}", tags=["rollouts"])
 
+Text = Annotated[str | None, Query(max_length=200)]
+Moment = Annotated[AwareDatetime | None, Query(description="a time with its zone, as RFC 3339 has it")]
+ARROW_ANSWER: dict[int | str, dict[str, Any]] = {
+    200: {"content": {ARROW_MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
+}
 BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
@@ -40,7 +55,7 @@ BODY: dict[str, Any] = {
 
 @router.post(
     "/rollouts",
-    responses=refusals("run_unknown", "too_large", "unsupported_media_type", "invalid_arrow"),
+    responses=refusals("run_unknown", "too_large", "unsupported_media_type", "invalid_arrow", "storage_full"),
     openapi_extra=BODY,
 )
 async def submit_rollouts(
@@ -56,7 +71,7 @@ async def submit_rollouts(
     columns = await asyncio.to_thread(decode, body)
     run = await database.transaction(get_run, run_id)
     items, faults = await asyncio.to_thread(arrival.examine, columns, run, caller)
-    answer = await database.transaction(arrival.take_in, run_id, items, faults, columns.ids, caller)
+    answer = await database.transaction(arrival.take_in, run_id, items, faults, columns, caller)
     changes.announce(run_id)
     return answer
 
@@ -66,9 +81,61 @@ async def submit_rewards(
     run_id: str, body: RewardBatch, caller: RewardCaller, database: DatabaseHere, changes: ChangesHere
 ) -> RewardAnswer:
     """Submit rewards. A timeout or an error is recorded as a failure and leaves the rollout without a value."""
-    answer = await database.transaction(service.take_rewards, run_id, body, caller)
+    answer = await database.transaction(rewards.take_rewards, run_id, body, caller)
     changes.announce(run_id)
     return answer
+
+
+@router.post(
+    "/rewards/rescore",
+    responses=refusals("run_unknown", "group_unknown", "group_held", "partial_group"),
+)
+async def rescore_group(
+    run_id: str, body: Rescore, caller: RewardCaller, database: DatabaseHere, changes: ChangesHere
+) -> RescoreAnswer:
+    """Replace the rewards of a whole group that no update holds, under another ruleset or the same one.
+
+    The old rewards are kept; sending the same again changes nothing.
+    """
+    answer = await database.transaction(rewards.rescore, run_id, body, caller)
+    changes.announce(run_id)
+    return answer
+
+
+@router.post("/rollouts/failures", responses=refusals("run_unknown"))
+async def report_generation_failures(
+    run_id: str, body: GenerationFailureBatch, caller: WorkerCaller, database: DatabaseHere, changes: ChangesHere
+) -> ArrivalAnswer:
+    """Report attempts that gave no tokens. Each stands as a rollout of its own, `generation_failed`."""
+    answer = await database.transaction(failures.take_failures, run_id, body, caller)
+    changes.announce(run_id)
+    return answer
+
+
+@router.post("/rollouts/release", responses=refusals("run_unknown"))
+async def release_rollouts(
+    run_id: str, body: Release, caller: Admin, database: DatabaseHere, changes: ChangesHere
+) -> ReleaseAnswer:
+    """Release rollouts from quarantine, by id or all that one update quarantined for one reason.
+
+    The arrival checks are repeated: what they still refuse stays. Members that fell with their group come back
+    with the one that is released.
+    """
+    answer = await database.transaction(quarantine.release, run_id, body, caller)
+    changes.announce(run_id)
+    return answer
+
+
+@router.post("/rollouts/evidence", responses=refusals("run_unknown") | ARROW_ANSWER, response_model=EvidenceAnswer)
+async def read_many(
+    run_id: str, body: EvidenceRequest, request: Request, caller: Anyone, database: DatabaseHere
+) -> Response:
+    """The tokens of many rollouts. Accept: application/vnd.apache.arrow.stream answers in columns."""
+    rows, missing = await database.transaction(reading.evidence_rows, run_id, body.rollout_ids)
+    columns = await asyncio.to_thread(reading.evidence_columns, rows, missing)
+    if ARROW_MEDIA_TYPE in request.headers.get("accept", ""):
+        return Response(await asyncio.to_thread(encode_evidence, columns), media_type=ARROW_MEDIA_TYPE)
+    return JSONResponse((await asyncio.to_thread(columns.to_model)).model_dump(mode="json"))
 
 
 @router.get("/rollouts", responses=refusals("run_unknown"))
@@ -77,27 +144,71 @@ async def list_rollouts(
     caller: Anyone,
     database: DatabaseHere,
     state: State | None = None,
-    group_id: Annotated[str | None, Query(max_length=200)] = None,
+    group_id: Text = None,
+    version: Annotated[int | None, Query(ge=0, le=2**31 - 1, description="with tokens of this policy version")] = None,
+    task_source: Text = None,
+    worker_id: Text = None,
+    reason: Text = None,
+    arrived_from: Moment = None,
+    arrived_before: Moment = None,
     after: Annotated[str, Query(max_length=200, description="continue after this rollout id")] = "",
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> RolloutList:
-    """List rollouts by id."""
-    return await database.transaction(service.list_rollouts, run_id, state, group_id, after, limit)
+    """List rollouts by id, those that meet every filter."""
+    return await database.transaction(
+        reading.list_rollouts,
+        run_id,
+        after,
+        limit,
+        state=state,
+        group_id=group_id,
+        version=version,
+        task_source=task_source,
+        worker_id=worker_id,
+        reason=reason,
+        arrived_from=arrived_from,
+        arrived_before=arrived_before,
+    )
+
+
+@router.get("/audit", responses=refusals("run_unknown", "update_unknown"))
+async def get_audit(
+    run_id: str,
+    caller: Anyone,
+    database: DatabaseHere,
+    rollout_id: Text = None,
+    update_id: Text = None,
+    at_from: Moment = None,
+    at_before: Moment = None,
+    after: Annotated[str, Query(max_length=300, description="continue after this next_after")] = "",
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
+) -> Audit:
+    """Read every change of rollouts in the order of time, all or those of one rollout or update."""
+    return await database.transaction(
+        reading.list_audit,
+        run_id,
+        after,
+        limit,
+        rollout_id=rollout_id,
+        update_id=update_id,
+        at_from=at_from,
+        at_before=at_before,
+    )
 
 
 @router.get("/rollouts/{rollout_id}/history", responses=refusals("run_unknown", "rollout_unknown"))
 async def get_history(run_id: str, rollout_id: str, caller: Anyone, database: DatabaseHere) -> RolloutHistory:
     """Every change of a rollout's state, oldest first."""
-    return await database.transaction(service.get_history, run_id, rollout_id)
+    return await database.transaction(reading.get_history, run_id, rollout_id)
 
 
 @router.get("/rollouts/{rollout_id}/evidence", responses=refusals("run_unknown", "rollout_unknown"))
 async def get_evidence(run_id: str, rollout_id: str, caller: Anyone, database: DatabaseHere) -> RolloutEvidence:
     """A rollout's tokens, mask and behaviour log-probs."""
-    return await database.transaction(service.get_evidence, run_id, rollout_id)
+    return await database.transaction(reading.get_evidence, run_id, rollout_id)
 
 
 @router.get("/rollouts/{rollout_id}", responses=refusals("run_unknown", "rollout_unknown"))
 async def get_rollout(run_id: str, rollout_id: str, caller: Anyone, database: DatabaseHere) -> RolloutView:
     """Show a rollout without its tokens."""
-    return await database.transaction(service.get_rollout, run_id, rollout_id)
+    return await database.transaction(reading.get_rollout, run_id, rollout_id)

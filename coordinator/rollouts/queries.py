@@ -10,31 +10,49 @@ from functools import lru_cache
 
 from sqlalchemy import TextClause, text
 
-from coordinator.rules.lifecycle import sources
+from coordinator.rules.lifecycle import sources, state_for_reward
 
 
-def _states(event: str) -> str:
+def states(event: str) -> str:
+    """The states that an event may leave, as the right side of IN."""
     return "(" + ", ".join(f"'{state}'" for state in sources(event)) + ")"
 
 
+# Where a rollout stands that nothing holds, as its stored reward has it.
+STATE_BY_REWARD = (
+    "CASE "
+    + " ".join(
+        f"WHEN reward_status = '{status}' THEN '{state_for_reward(status)}'" for status in ("ok", "timeout", "error")
+    )
+    + f" ELSE '{state_for_reward(None)}' END"
+)
+
 CLAIM_GROUPS = text("""
-    INSERT INTO groups (run_no, group_id, deadline_at)
-    SELECT :run_no, id, clock_timestamp() + make_interval(secs => :deadline_seconds)
-    FROM unnest(CAST(:group_ids AS text[])) AS id
+    INSERT INTO groups (run_no, group_id, contract_no, deadline_at)
+    SELECT :run_no, id, contract_no, clock_timestamp() + make_interval(secs => :deadline_seconds)
+    FROM unnest(CAST(:group_ids AS text[]), CAST(:contract_nos AS int[])) AS g (id, contract_no)
     ORDER BY id
     ON CONFLICT DO NOTHING
 """)
 
 LOCK_GROUPS = text("""
-    SELECT group_id FROM groups
+    SELECT group_id, contract_no FROM groups
     WHERE run_no = :run_no AND group_id = ANY(CAST(:group_ids AS text[]))
     ORDER BY group_id FOR UPDATE
+""")
+
+# A group that a failed generation made has no contract until its first rollout comes.
+PIN_CONTRACTS = text("""
+    UPDATE groups g SET contract_no = n.contract_no
+    FROM unnest(CAST(:group_ids AS text[]), CAST(:contract_nos AS int[])) AS n (group_id, contract_no)
+    WHERE g.run_no = :run_no AND g.group_id = n.group_id AND g.contract_no IS NULL
 """)
 
 DROP_EMPTY_GROUPS = """
     DELETE FROM groups g
     WHERE g.run_no = :run_no AND g.group_id = ANY(CAST(:group_ids AS text[]))
       AND NOT EXISTS (SELECT FROM rollouts r WHERE r.run_no = g.run_no AND r.{group} = g.group_id)
+      AND NOT EXISTS (SELECT FROM tombstones t WHERE t.run_no = g.run_no AND t.{group} = g.group_id)
 """
 
 # An activation that ends without the switch quarantines what was made with its candidate. It locks the version
@@ -44,6 +62,25 @@ SHARE_CANDIDATES = text("""
     WHERE run_no = :run_no AND version = ANY(CAST(:versions AS int[])) AND state IN ('prepared', 'committed')
     ORDER BY version FOR SHARE
 """)
+
+# What the spans `s` of a rollout of worker `i` are held against: versions `v` and acks `a`.
+SPAN_CHECKS = """bool_or(v.version IS NULL) AS policy_unknown,
+            bool_or(v.artifact_hash IS DISTINCT FROM s.artifact_hash) AS policy_identity_conflict,
+            bool_or(v.state = 'withdrawn') AS policy_withdrawn,
+            bool_or(a.version IS NULL) AS worker_not_acked,
+            bool_or(v.state = 'abandoned') AS candidate_not_activated"""
+
+# The reasons that come of the identity alone, in the order in which the first that holds is given. `j` holds the
+# checks, `p` is the active version.
+IDENTITY_REASONS = """WHEN j.policy_unknown THEN 'policy_unknown'
+                WHEN j.policy_identity_conflict THEN 'policy_identity_conflict'
+                WHEN j.policy_withdrawn THEN 'policy_withdrawn'
+                WHEN j.worker_not_acked THEN 'worker_not_acked'
+                WHEN j.candidate_not_activated THEN 'candidate_not_activated'
+                WHEN j.newest_clock > p.lag_clock AND NOT EXISTS (
+                    SELECT FROM activations c
+                    WHERE c.run_no = :run_no AND c.version = j.newest_version AND c.state = 'open'
+                ) THEN 'future_policy'"""
 
 # Judges each item against the active version and stores it: revision 0 is the arrival; a gate that refuses is
 # revision 1 in the same statement. Items are unique by rollout_id and by (group_id, sample_index, attempt).
@@ -55,10 +92,12 @@ ARRIVE = """
             CAST(:worker_id AS text[]), CAST(:incarnation AS text[]), CAST(:span_source AS text[]),
             CAST(:generation AS text[]), CAST(:flags AS text[]), CAST(:action_tokens AS int[]),
             CAST(:content_hash AS bytea[]), CAST(:token_ids AS bytea[]), CAST(:action_mask AS bytea[]),
-            CAST(:behavior_log_probs AS bytea[])
+            CAST(:behavior_log_probs AS bytea[]), CAST(:side_data AS bytea[]), CAST(:side_data_digest AS text[]),
+            CAST(:row_starts AS text[]), CAST(:contract_no AS int[])
         ) WITH ORDINALITY AS i (
             rollout_id, task_id, task_source, group_id, sample_index, attempt, worker_id, incarnation, span_source,
-            generation, flags, action_tokens, content_hash, token_ids, action_mask, behavior_log_probs, item)
+            generation, flags, action_tokens, content_hash, token_ids, action_mask, behavior_log_probs, side_data,
+            side_data_digest, row_starts, contract_no, item)
     ), span AS (
         SELECT * FROM unnest(
             CAST(:span_item AS int[]), CAST(:span_version AS int[]), CAST(:span_hash AS text[]),
@@ -70,11 +109,7 @@ ARRIVE = """
         WHERE r.run_no = :run_no
     ), judged AS (
         SELECT i.item,
-            bool_or(v.version IS NULL) AS policy_unknown,
-            bool_or(v.artifact_hash IS DISTINCT FROM s.artifact_hash) AS policy_identity_conflict,
-            bool_or(v.state = 'withdrawn') AS policy_withdrawn,
-            bool_or(a.version IS NULL) AS worker_not_acked,
-            bool_or(v.state = 'abandoned') AS candidate_not_activated,
+            {{checks}},
             array_agg(DISTINCT s.version) AS versions,
             min(v.lag_clock) FILTER (WHERE s.acts) AS oldest_clock,
             max(v.lag_clock) FILTER (WHERE s.acts) AS newest_clock,
@@ -90,18 +125,10 @@ ARRIVE = """
             AND a.version = s.version AND a.matching
         GROUP BY i.item
     ), gated AS (
-        SELECT i.*, j.versions, j.oldest_clock, j.newest_clock, j.newest_version,
+        SELECT i.*, p.version AS judged_version, j.versions, j.oldest_clock, j.newest_clock, j.newest_version,
             j.span_versions, j.span_hashes, j.span_starts, j.span_ends,
             CASE
-                WHEN j.policy_unknown THEN 'policy_unknown'
-                WHEN j.policy_identity_conflict THEN 'policy_identity_conflict'
-                WHEN j.policy_withdrawn THEN 'policy_withdrawn'
-                WHEN j.worker_not_acked THEN 'worker_not_acked'
-                WHEN j.candidate_not_activated THEN 'candidate_not_activated'
-                WHEN j.newest_clock > p.lag_clock AND NOT EXISTS (
-                    SELECT FROM activations c
-                    WHERE c.run_no = :run_no AND c.version = j.newest_version AND c.state = 'open'
-                ) THEN 'future_policy'
+                {{identity}}
                 WHEN :gate_lag AND p.lag_clock - j.oldest_clock > :max_lag THEN 'stale_policy'
                 WHEN g.state = 'spent' THEN 'group_spent'
                 WHEN g.state = 'refused' THEN 'group_refused'
@@ -118,37 +145,72 @@ ARRIVE = """
         FROM gated
     ), placed AS (
         INSERT INTO rollouts (run_no, rollout_id, group_id, sample_index, attempt, state, revision, reason, worker_id,
-                              incarnation, versions, oldest_clock, newest_clock, newest_version, content_hash)
+                              incarnation, contract_no, versions, oldest_clock, newest_clock, newest_version,
+                              content_hash)
         SELECT :run_no, rollout_id, group_id, sample_index, attempt, state, CASE WHEN reason IS NULL THEN 0 ELSE 1 END,
-               reason, worker_id, incarnation, versions, oldest_clock, newest_clock, newest_version, content_hash
-        FROM decided ORDER BY rollout_id
+               reason, worker_id, incarnation, contract_no, versions, oldest_clock, newest_clock, newest_version,
+               content_hash
+        FROM decided d
+        WHERE NOT EXISTS (SELECT FROM tombstones t WHERE t.run_no = :run_no AND t.rollout_id = d.rollout_id)
+          AND NOT EXISTS (SELECT FROM tombstones t WHERE t.run_no = :run_no AND t.group_id = d.group_id
+                          AND t.sample_index = d.sample_index AND t.attempt = d.attempt)
+        ORDER BY rollout_id
         ON CONFLICT DO NOTHING
         RETURNING rollout_id, state, revision, reason
     ), evidence AS (
         INSERT INTO rollout_evidence (run_no, rollout_id, task_id, task_source, span_versions, span_hashes, span_starts,
                                       span_ends, span_source, generation, flags, action_tokens, token_ids, action_mask,
-                                      behavior_log_probs)
+                                      behavior_log_probs, side_data, side_data_digest, row_starts, tokens)
         SELECT :run_no, rollout_id, task_id, task_source, span_versions, span_hashes, span_starts, span_ends,
                span_source, CAST(generation AS jsonb), string_to_array(flags, ','), action_tokens, token_ids,
-               action_mask, behavior_log_probs
+               action_mask, behavior_log_probs, side_data, side_data_digest,
+               CAST(string_to_array(row_starts, ',') AS int[]), octet_length(action_mask)
         FROM decided JOIN placed USING (rollout_id)
     ), audit AS (
-        INSERT INTO rollout_audit (run_no, rollout_id, revision, event, from_state, to_state, reason, actor)
-        SELECT :run_no, rollout_id, 0, 'arrive', NULL, 'generated', NULL, :actor FROM placed
+        INSERT INTO rollout_audit (run_no, rollout_id, revision, event, from_state, to_state, reason, actor,
+                                   judged_version)
+        SELECT :run_no, rollout_id, 0, 'arrive', NULL, 'generated', NULL, :actor, NULL FROM placed
         UNION ALL
-        SELECT :run_no, rollout_id, 1, CASE state WHEN 'offline' THEN 'set_aside' ELSE 'quarantine' END, 'generated',
-               state, reason, :actor
-        FROM placed WHERE reason IS NOT NULL
+        SELECT :run_no, rollout_id, 1, CASE placed.state WHEN 'offline' THEN 'set_aside' ELSE 'quarantine' END,
+               'generated', placed.state, placed.reason, :actor,
+               CASE WHEN placed.reason = 'stale_policy' THEN d.judged_version END
+        FROM placed JOIN decided d USING (rollout_id) WHERE placed.reason IS NOT NULL
+    ), stored AS (
+        INSERT INTO count_deltas (run_no, name, delta)
+        SELECT :run_no, 'evidence_bytes', sum(octet_length(token_ids) + octet_length(action_mask)
+            + octet_length(behavior_log_probs) + COALESCE(octet_length(side_data), 0))
+        FROM decided JOIN placed USING (rollout_id) HAVING count(*) > 0
     ), redeemed AS (
         DELETE FROM tickets t USING (SELECT DISTINCT i.{group} AS group_id FROM item i JOIN placed USING (rollout_id)) g
         WHERE t.run_no = :run_no AND t.group_id = g.group_id
     )
     SELECT rollout_id, state, revision, reason FROM placed
-"""
+""".replace("{{checks}}", SPAN_CHECKS).replace("{{identity}}", IDENTITY_REASONS)
+
+# Those that are here or were, before retention left only their ids.
+FIND_KNOWN = text("""
+    SELECT rollout_id, state, revision, reason, content_hash FROM rollouts
+    WHERE run_no = :run_no AND rollout_id = ANY(CAST(:rollout_ids AS text[]))
+    UNION ALL
+    SELECT rollout_id, state, revision, NULL, content_hash FROM tombstones
+    WHERE run_no = :run_no AND rollout_id = ANY(CAST(:rollout_ids AS text[]))
+""")
 
 FIND_ROLLOUTS = text("""
     SELECT rollout_id, group_id, state, revision, reason, content_hash FROM rollouts
     WHERE run_no = :run_no AND rollout_id = ANY(CAST(:rollout_ids AS text[]))
+""")
+
+# Rejected items leave no row; they are counted for the life of the worker that sent them.
+COUNT_REJECTIONS = text("""
+    INSERT INTO rejections (run_no, worker_id, incarnation, reason, n, last_detail)
+    SELECT :run_no, i.worker_id, COALESCE(w.incarnation, ''), i.reason, i.n, i.detail
+    FROM unnest(CAST(:worker_ids AS text[]), CAST(:reasons AS text[]), CAST(:ns AS int[]), CAST(:details AS text[]))
+        AS i (worker_id, reason, n, detail)
+    LEFT JOIN workers w ON w.run_no = :run_no AND w.worker_id = i.worker_id
+    ORDER BY i.worker_id, i.reason
+    ON CONFLICT (run_no, worker_id, incarnation, reason) DO UPDATE SET
+        n = rejections.n + EXCLUDED.n, last_detail = EXCLUDED.last_detail, last_at = clock_timestamp()
 """)
 
 CLAIM_RULESETS = text("""
@@ -199,8 +261,8 @@ REWARD = f"""
         FROM facts f LEFT JOIN pin p USING (group_key)
     ), moves AS (
         SELECT *, CASE
-            WHEN verdict = 'stored' AND state IN {_states("reward_ready")} THEN 'rewarded'
-            WHEN verdict = 'recorded_failure' AND state IN {_states("reward_fail")} THEN 'reward_failed'
+            WHEN verdict = 'stored' AND state IN {states("reward_ready")} THEN 'rewarded'
+            WHEN verdict = 'recorded_failure' AND state IN {states("reward_fail")} THEN 'reward_failed'
         END AS next_state
         FROM decided
     ), moved AS (
@@ -238,6 +300,40 @@ REWARD = f"""
     FROM moves m LEFT JOIN moved USING (rollout_id) ORDER BY m.item
 """
 
+GROUP_MEMBERS = """
+    SELECT rollout_id, state, revision, update_id FROM rollouts WHERE run_no = :run_no AND {group} = :group_id
+"""
+
+# Replaces the rewards of the named members where anything differs. The group's row is locked; it gets the ruleset.
+RESCORE = """
+    WITH item AS (
+        SELECT * FROM unnest(
+            CAST(:rollout_ids AS text[]), CAST(:values AS float8[]), CAST(:components AS text[])
+        ) AS i (rollout_id, value, components)
+    ), changed AS (
+        SELECT i.*, r.revision FROM item i JOIN rollouts r ON r.run_no = :run_no AND r.rollout_id = i.rollout_id
+        WHERE r.state = 'rewarded' AND (r.reward <> i.value OR r.ruleset_no <> :ruleset_no OR
+            CAST(i.components AS jsonb) IS DISTINCT FROM (
+                SELECT w.components FROM rewards w WHERE w.run_no = :run_no AND w.rollout_id = i.rollout_id
+                ORDER BY w.reward_no DESC LIMIT 1))
+    ), moved AS (
+        UPDATE rollouts r SET reward = c.value, ruleset_no = :ruleset_no, revision = c.revision + 1
+        FROM changed c WHERE r.run_no = :run_no AND r.rollout_id = c.rollout_id AND r.revision = c.revision
+        RETURNING r.rollout_id, r.revision
+    ), audit AS (
+        INSERT INTO rollout_audit (run_no, rollout_id, revision, event, from_state, to_state, reason, actor)
+        SELECT :run_no, rollout_id, revision, 'rescore', 'rewarded', 'rewarded', 'rescored', :actor FROM moved
+    ), kept AS (
+        INSERT INTO rewards (run_no, rollout_id, value, components, ruleset_no, actor)
+        SELECT :run_no, c.rollout_id, c.value, CAST(c.components AS jsonb), :ruleset_no, :actor
+        FROM changed c JOIN moved USING (rollout_id)
+    ), pinned AS (
+        UPDATE groups g SET ruleset_no = :ruleset_no
+        WHERE g.run_no = :run_no AND g.group_id = :group_id AND g.ruleset_no IS DISTINCT FROM :ruleset_no
+    )
+    SELECT rollout_id, revision FROM moved
+"""
+
 # Counts the members of groups anew after some of them changed, and refuses the groups that can no longer have
 # enough usable ones: what is left of those goes offline. A member (one sample_index) may have several attempts.
 REFRESH_GROUPS = f"""
@@ -271,7 +367,7 @@ REFRESH_GROUPS = f"""
     ), fallen AS (
         SELECT r.rollout_id, r.state, r.revision
         FROM counted_groups g JOIN rollouts r ON r.run_no = :run_no AND r.{{group}} = g.group_id
-        WHERE g.state = 'refused' AND r.state IN {_states("set_aside")} AND r.state <> 'quarantined'
+        WHERE g.state = 'refused' AND r.state IN {states("set_aside")} AND r.state <> 'quarantined'
     ), moved AS (
         UPDATE rollouts r SET state = 'offline', reason = 'group_refused', revision = f.revision + 1
         FROM fallen f WHERE r.run_no = :run_no AND r.rollout_id = f.rollout_id AND r.revision = f.revision
@@ -283,49 +379,6 @@ REFRESH_GROUPS = f"""
     )
     SELECT rollout_id, revision FROM moved
 """
-
-# Quarantines what no update holds of these rollouts.
-QUARANTINE = f"""
-    WITH target AS (
-        SELECT r.rollout_id, r.state, r.revision FROM rollouts r
-        WHERE r.run_no = :run_no AND r.rollout_id = ANY(CAST(:rollout_ids AS text[]))
-          AND r.state IN {_states("quarantine")} AND r.state <> 'reserved'
-    ), moved AS (
-        UPDATE rollouts r SET state = 'quarantined', reason = :reason, revision = t.revision + 1
-        FROM target t WHERE r.run_no = :run_no AND r.rollout_id = t.rollout_id AND r.revision = t.revision
-        RETURNING r.rollout_id, r.revision
-    )
-    INSERT INTO rollout_audit (run_no, rollout_id, revision, event, from_state, to_state, reason, actor)
-    SELECT :run_no, m.rollout_id, m.revision, 'quarantine', t.state, 'quarantined', :reason, :actor
-    FROM moved m JOIN target t USING (rollout_id)
-"""
-
-UNCONSUMED_OF_VERSION = """
-    SELECT rollout_id, {group} AS group_id FROM rollouts
-    WHERE run_no = :run_no AND newest_version = :version AND state IN ('generated', 'rewarded', 'reward_failed')
-"""
-
-LIST_ROLLOUTS = """
-    SELECT r.rollout_id, e.task_id, e.task_source, r.group_id, r.sample_index, r.attempt, r.state, r.revision, r.reason,
-           r.update_id, r.worker_id, r.incarnation, e.span_versions, e.span_hashes, e.span_starts, e.span_ends,
-           octet_length(e.action_mask) AS tokens, e.action_tokens, r.reward, r.reward_status, s.ruleset_id,
-           encode(r.content_hash, 'hex') AS content_hash, e.flags, r.arrived_at
-    FROM rollouts r
-    JOIN rollout_evidence e USING (run_no, rollout_id)
-    LEFT JOIN rulesets s USING (run_no, ruleset_no)
-    WHERE r.run_no = :run_no {conditions}
-    ORDER BY r.rollout_id LIMIT :limit
-"""
-
-GET_HISTORY = text("""
-    SELECT revision, event, from_state, to_state, reason, actor, update_id, lag, drift, max_lag, max_drift, at
-    FROM rollout_audit WHERE run_no = :run_no AND rollout_id = :rollout_id ORDER BY revision
-""")
-
-GET_EVIDENCE = text("""
-    SELECT rollout_id, token_ids, action_mask, behavior_log_probs FROM rollout_evidence
-    WHERE run_no = :run_no AND rollout_id = ANY(CAST(:rollout_ids AS text[]))
-""")
 
 
 @lru_cache(maxsize=64)

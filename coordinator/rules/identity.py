@@ -149,6 +149,26 @@ def check_spans(
     return None
 
 
+def check_rows(row_starts: Sequence[int], action_mask: BoolArray) -> Fault | None:
+    """Checks where the training rows of one rollout begin: at 0, ever later, and never with an action token.
+
+    `action_mask` has shape [tokens].
+    """
+    previous = -1
+    for k, start in enumerate(row_starts):
+        if (k == 0 and start != 0) or not previous < start < len(action_mask):
+            return Fault(
+                "rows_malformed",
+                "row_starts",
+                f"row_starts[{k}] is {start}: the first is 0, each is greater than the one before it and less than "
+                f"{len(action_mask)}",
+            )
+        if action_mask[start]:
+            return Fault("action_at_start", "row_starts", f"action_mask[{start}] is true, but a row begins there")
+        previous = start
+    return None
+
+
 def _gap(action_mask: BoolArray, ranges: list[tuple[int, int]]) -> Fault:
     left = action_mask.copy()
     for start, end in ranges:

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Query, Response, status
 
 from coordinator.errors import refusals
 from coordinator.operations.access import Admin, Anyone, DatabaseHere
+from coordinator.operations.journal import Stage
 from coordinator.runs import service
 from coordinator.wire.runs import CreateRun, FailureList, Journal, RunCounts, RunList, RunView
 
@@ -56,7 +57,12 @@ async def get_journal(
 
 @router.get("/{run_id}/failures", responses=refusals("run_unknown"))
 async def get_failures(
-    run_id: str, caller: Anyone, database: DatabaseHere, after: After = 0, limit: Limit = 500
+    run_id: str,
+    caller: Anyone,
+    database: DatabaseHere,
+    after: After = 0,
+    limit: Limit = 500,
+    stage: Stage | None = None,
 ) -> FailureList:
-    """Read the failures recorded for the run, by stage."""
-    return await database.transaction(service.get_failures, run_id, after, limit)
+    """Read the failures recorded for the run, all or those of one stage."""
+    return await database.transaction(service.get_failures, run_id, after, limit, stage)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -17,6 +18,7 @@ from coordinator.rules.identity import canonical_hash
 from coordinator.rules.lifecycle import State
 from coordinator.rules.manifest import artifact_hash
 from coordinator.runs import queries
+from coordinator.storage.settled import settled_before
 from coordinator.wire.policies import PolicyRef
 from coordinator.wire.runs import (
     CreateRun,
@@ -41,6 +43,7 @@ class Run:
     settings: RunSettings
     contract: GenerationContract
     contract_hash: str
+    contract_no: int
     vocab_size: int
     active: PolicyRef
     active_clock: int
@@ -86,6 +89,7 @@ def _run(row: Any) -> Run:
         settings=_settings(row.settings),
         contract=_contract(row.contract),
         contract_hash=row.contract_hash,
+        contract_no=row.contract_no,
         vocab_size=row.vocab_size,
         active=PolicyRef(version=row.active_version, artifact_hash=row.active_hash),
         active_clock=row.active_clock,
@@ -138,6 +142,10 @@ async def create_run(connection: AsyncConnection, body: CreateRun, caller: Calle
         if not same:
             raise Refusal("run_conflict", f"run {body.run_id} exists with other settings, contract or policy")
         return run.view(), False
+    await connection.execute(
+        queries.CLAIM_CONTRACTS,
+        {"run_no": run_no, "hashes": [contract_hash], "contracts": [body.contract.model_dump_json()]},
+    )
     first_hash = artifact_hash("base", base_model, [])
     await connection.execute(
         queries.INSERT_FIRST_VERSION,
@@ -166,12 +174,36 @@ async def list_runs(connection: AsyncConnection, caller: Caller) -> RunList:
     return RunList(runs=[_run(row).view() for row in rows])
 
 
+async def contract_numbers(
+    connection: AsyncConnection, run: Run, contracts: Iterable[GenerationContract]
+) -> dict[GenerationContract, int]:
+    """The number of each contract in this run, given on its first appearance."""
+    numbers = {run.contract: run.contract_no}
+    new = {canonical_hash(c.model_dump()): c for c in contracts if c not in numbers}
+    if new:
+        hashes = sorted(new)
+        parameters = {"run_no": run.run_no, "hashes": hashes}
+        documents = [new[h].model_dump_json() for h in hashes]
+        await connection.execute(queries.CLAIM_CONTRACTS, parameters | {"contracts": documents})
+        for row in await connection.execute(queries.FIND_CONTRACTS, parameters):
+            numbers[new[row.contract_hash]] = row.contract_no
+    return numbers
+
+
 async def count_rollouts(connection: AsyncConnection, run_id: str) -> RunCounts:
     """How many rollouts are in each state, zeros included."""
     run = await get_run(connection, run_id)
-    rows = await connection.execute(queries.COUNT_ROLLOUTS, {"run_no": run.run_no})
-    found = {row.state: row.n for row in rows}
-    return RunCounts(rollouts={state.value: found.get(state.value, 0) for state in State})
+    found = await counts(connection, run)
+    return RunCounts(
+        rollouts={state.value: found.get(state.value, 0) for state in State},
+        evidence_bytes=found.get("evidence_bytes", 0),
+    )
+
+
+async def counts(connection: AsyncConnection, run: Run) -> dict[str, int]:
+    """The counted things of a run by name: each state, and `evidence_bytes`."""
+    rows = await connection.execute(queries.COUNTS, {"run_no": run.run_no})
+    return {row.name: row.n for row in rows}
 
 
 async def get_journal(connection: AsyncConnection, run_id: str, after: int, limit: int) -> Journal:
@@ -192,9 +224,13 @@ async def get_journal(connection: AsyncConnection, run_id: str, after: int, limi
     return Journal(entries=entries, next_after=entries[-1].event_no if entries else after)
 
 
-async def get_failures(connection: AsyncConnection, run_id: str, after: int, limit: int) -> FailureList:
-    """Recorded failures after a number."""
+async def get_failures(
+    connection: AsyncConnection, run_id: str, after: int, limit: int, stage: str | None
+) -> FailureList:
+    """Recorded failures after a number, all or those of one stage."""
     run = await get_run(connection, run_id)
-    rows = await connection.execute(queries.GET_FAILURES, {"run_no": run.run_no, "after": after, "limit": limit})
+    parameters: dict[str, Any] = {"run_no": run.run_no, "after": after, "limit": limit, "stage": stage}
+    parameters["settled"] = await settled_before(connection)
+    rows = await connection.execute(queries.GET_FAILURES, parameters)
     failures = [FailureView.model_validate(dict(row._mapping)) for row in rows]
     return FailureList(failures=failures, next_after=failures[-1].failure_no if failures else after)

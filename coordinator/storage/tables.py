@@ -1,7 +1,8 @@
 """Every table. Each key begins with the run, so that the tables can be partitioned by it.
 
 Hot rows (`rollouts`, `groups`) are narrow and are updated; evidence, audit and bindings are only ever inserted.
-There is no foreign key from rollouts to parent rows that others lock.
+There is no foreign key from rollouts to parent rows that others lock. Triggers on `rollouts` write what changed in
+the number of rollouts by state to `count_deltas` (see the migrations); a sweeper folds these into `counts`.
 """
 
 from __future__ import annotations
@@ -184,7 +185,6 @@ workers = Table(
     Column("engine_version", Text, nullable=False),
     Column("draining", Boolean, nullable=False, server_default=text("false")),
     Column("fenced_reason", Text),
-    Column("suspect_reason", Text),
     _at("registered_at", now=True),
     _at("heartbeat_at", now=True),
     _at("deregistered_at", nullable=True),
@@ -229,12 +229,24 @@ rulesets = Table(
     UniqueConstraint("run_no", "ruleset_id", "ruleset_hash"),
 )
 
+contracts = Table(
+    "contracts",
+    metadata,
+    Column("run_no", Integer),
+    Column("contract_no", Integer, Identity(always=True)),
+    Column("contract_hash", Text, nullable=False),
+    Column("contract", JSONB, nullable=False),
+    PrimaryKeyConstraint("run_no", "contract_no"),
+    UniqueConstraint("run_no", "contract_hash"),
+)
+
 groups = Table(
     "groups",
     metadata,
     Column("run_no", Integer),
     Column("group_id", Text),
     Column("state", Text, nullable=False, server_default=text("'open'")),
+    Column("contract_no", Integer),
     Column("ruleset_no", Integer),
     Column("rewarded", Integer, nullable=False, server_default=text("0")),
     Column("settled", Boolean, nullable=False, server_default=text("false")),
@@ -247,13 +259,7 @@ groups = Table(
     _at("deadline_at"),
     PrimaryKeyConstraint("run_no", "group_id"),
     CheckConstraint(_one_of("state", "open", "refused", "spent"), name="state"),
-    Index(
-        "groups_offered",
-        "run_no",
-        "oldest_clock",
-        "first_arrival_at",
-        postgresql_where=text("state = 'open' AND rewarded > 0"),
-    ),
+    Index("groups_open", "run_no", "oldest_clock", "first_arrival_at", postgresql_where=text("state = 'open'")),
     postgresql_with={"fillfactor": "70"},
 )
 
@@ -271,6 +277,7 @@ rollouts = Table(
     Column("update_id", Text),
     Column("worker_id", Text, nullable=False),
     Column("incarnation", Text, nullable=False),
+    Column("contract_no", Integer),
     Column("versions", ARRAY(Integer), nullable=False),
     Column("oldest_clock", Integer),
     Column("newest_clock", Integer),
@@ -295,6 +302,9 @@ rollouts = Table(
     ),
     CheckConstraint(_one_of("reward_status", "ok", "timeout", "error"), name="reward_status"),
     CheckConstraint("state NOT IN ('quarantined', 'offline') OR reason IS NOT NULL", name="reason"),
+    CheckConstraint("(contract_no IS NULL) = (state = 'generation_failed')", name="contract"),
+    # On columns that never change, so that a change of state stays a heap-only update.
+    Index("rollouts_arrived", "run_no", "arrived_at"),
     postgresql_with={"fillfactor": "70"},
 )
 
@@ -313,10 +323,55 @@ rollout_evidence = Table(
     Column("generation", JSONB, nullable=False),
     Column("flags", ARRAY(Text), nullable=False),
     Column("action_tokens", Integer, nullable=False),
-    Column("token_ids", LargeBinary, nullable=False),
-    Column("action_mask", LargeBinary, nullable=False),
-    Column("behavior_log_probs", LargeBinary, nullable=False),
+    Column("token_ids", LargeBinary),
+    Column("action_mask", LargeBinary),
+    Column("behavior_log_probs", LargeBinary),
+    Column("side_data", LargeBinary),
+    Column("side_data_digest", Text),
+    Column("row_starts", ARRAY(Integer)),
+    Column("tokens", Integer, nullable=False),
+    _at("arrived_at", now=True),
     PrimaryKeyConstraint("run_no", "rollout_id"),
+    CheckConstraint(
+        "(token_ids IS NULL) = (action_mask IS NULL) AND (token_ids IS NULL) = (behavior_log_probs IS NULL)",
+        name="whole",
+    ),
+    # Retention walks this: what still has its tokens, oldest first.
+    Index("rollout_evidence_kept", "run_no", "arrived_at", postgresql_where=text("token_ids IS NOT NULL")),
+)
+
+tombstones = Table(
+    "tombstones",
+    metadata,
+    Column("run_no", Integer),
+    Column("rollout_id", Text),
+    Column("group_id", Text, nullable=False),
+    Column("sample_index", Integer, nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("revision", Integer, nullable=False),
+    Column("content_hash", LargeBinary, nullable=False),
+    _at("dropped_at", now=True),
+    PrimaryKeyConstraint("run_no", "rollout_id"),
+    UniqueConstraint("run_no", "group_id", "sample_index", "attempt"),
+)
+
+counts = Table(
+    "counts",
+    metadata,
+    Column("run_no", Integer),
+    Column("name", Text),
+    Column("n", BigInteger, nullable=False),
+    PrimaryKeyConstraint("run_no", "name"),
+)
+
+# Inserted by whoever changes a number, so that nobody waits for a common row; the sweeper folds them.
+count_deltas = Table(
+    "count_deltas",
+    metadata,
+    Column("run_no", Integer, nullable=False),
+    Column("name", Text, nullable=False),
+    Column("delta", BigInteger, nullable=False),
 )
 
 rewards = Table(
@@ -350,6 +405,7 @@ rollout_audit = Table(
     Column("drift", Double),
     Column("max_lag", Integer),
     Column("max_drift", Double),
+    Column("judged_version", Integer),
     _at("at", now=True),
     PrimaryKeyConstraint("run_no", "rollout_id", "revision"),
     CheckConstraint("(revision = 0) = (from_state IS NULL)", name="first"),
@@ -378,6 +434,7 @@ updates = Table(
     Column("artifact_hash", Text, nullable=False),
     Column("lag_clock", Integer, nullable=False),
     Column("after_commit_no", Integer),
+    Column("contract_no", Integer),
     Column("commit_no", Integer),
     Column("reason", Text),
     _at("opened_at", now=True),
@@ -419,4 +476,46 @@ update_members = Table(
     Column("drift_sample_size", Double),
     _at("at", now=True),
     PrimaryKeyConstraint("run_no", "update_id", "rollout_id", "revision"),
+    Index("update_members_at", "at", postgresql_using="brin"),
+)
+
+rewinds = Table(
+    "rewinds",
+    metadata,
+    Column("run_no", Integer),
+    Column("rewind_id", Text),
+    Column("to_commit_no", Integer, nullable=False),
+    Column("consumed", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("actor", Text, nullable=False),
+    Column("answer", JSONB, nullable=False),
+    _at("at", now=True),
+    PrimaryKeyConstraint("run_no", "rewind_id"),
+    CheckConstraint(_one_of("consumed", "release", "spent"), name="consumed"),
+)
+
+# What workers sent and got back, by the life of the worker that sent it.
+rejections = Table(
+    "rejections",
+    metadata,
+    Column("run_no", Integer),
+    Column("worker_id", Text),
+    Column("incarnation", Text),
+    Column("reason", Text),
+    Column("n", BigInteger, nullable=False),
+    Column("last_detail", Text, nullable=False),
+    _at("last_at", now=True),
+    PrimaryKeyConstraint("run_no", "worker_id", "incarnation", "reason"),
+)
+
+# The drift of fresh rollouts (lag 0), summed by the life of the worker that made them.
+worker_drift = Table(
+    "worker_drift",
+    metadata,
+    Column("run_no", Integer),
+    Column("worker_id", Text),
+    Column("incarnation", Text),
+    Column("n", BigInteger, nullable=False),
+    Column("total", Double, nullable=False),
+    PrimaryKeyConstraint("run_no", "worker_id", "incarnation"),
 )

@@ -13,9 +13,11 @@ from coordinator.addresses import NewIdentifier
 from coordinator.body import read_body
 from coordinator.errors import Refusal, refusals
 from coordinator.operations.access import Anyone, ChangesHere, DatabaseHere, Trainer
+from coordinator.policies.endpoints import Store
+from coordinator.policies.service import commit as commit_version
 from coordinator.runs.service import get_run
 from coordinator.storage.database import Database
-from coordinator.updates import candidates, reservation, service
+from coordinator.updates import candidates, lineage, reservation, rewind, service
 from coordinator.wire.columns import (
     ARROW_MEDIA_TYPE,
     ReserveColumns,
@@ -24,12 +26,14 @@ from coordinator.wire.columns import (
     reserve_columns,
     validation_fault,
 )
+from coordinator.wire.rewinds import Rewind, RewindList, RewindView
 from coordinator.wire.updates import (
     AbortUpdate,
     Candidates,
     CandidatesRequest,
     CommitUpdate,
     Lineage,
+    LineageUses,
     OpenUpdate,
     Renew,
     ReserveAnswer,
@@ -39,6 +43,8 @@ from coordinator.wire.updates import (
 )
 
 router = APIRouter(prefix="/v1/runs/{run_id}/updates", tags=["updates"])
+line = APIRouter(prefix="/v1/runs/{run_id}", tags=["updates"])
+rewinds = APIRouter(prefix="/v1/runs/{run_id}/rewinds", tags=["rewinds"])
 
 OWNED = ("run_unknown", "update_unknown", "update_owned")
 OPEN = (*OWNED, "update_fenced", "lease_expired")
@@ -62,6 +68,42 @@ async def _tidy(database: Database, run_id: str) -> None:
     """What an ended lease held must be free at once, whether or not the sweeper has come by."""
     if await database.transaction(service.has_due, run_id):
         await database.transaction(service.expire_due, run_id)
+
+
+@rewinds.put(
+    "/{rewind_id}",
+    status_code=status.HTTP_201_CREATED,
+    responses=refusals("run_unknown", "rewind_conflict", "line_conflict", "beyond_retention", "non_monotonic_version"),
+)
+async def rewind_line(
+    run_id: str,
+    rewind_id: NewIdentifier,
+    body: Rewind,
+    caller: Trainer,
+    database: DatabaseHere,
+    artifacts: Store,
+    changes: ChangesHere,
+    response: Response,
+) -> RewindView:
+    """Go back to the commit that a restored checkpoint contains; everything after it is undone, once.
+
+    Every open update is fenced, later commits are marked rewound, what they consumed is released (or stays spent,
+    as the call says), and the versions that they led to are withdrawn. Where that took the active version, a
+    restoring one is prepared and committed: open its activation. The same call again answers 200.
+    """
+    view, new = await database.transaction(rewind.rewind, run_id, rewind_id, body, caller)
+    if view.restoring is not None and view.restoring.state == "prepared":
+        restored = await commit_version(database, artifacts, run_id, view.restoring.version, caller)
+        view = view.model_copy(update={"restoring": restored})
+    response.status_code = status.HTTP_201_CREATED if new else status.HTTP_200_OK
+    changes.announce(run_id)
+    return view
+
+
+@rewinds.get("", responses=refusals("run_unknown"))
+async def list_rewinds(run_id: str, caller: Anyone, database: DatabaseHere) -> RewindList:
+    """List the run's rewinds, oldest first."""
+    return await database.transaction(rewind.list_rewinds, run_id)
 
 
 @router.get("", responses=refusals("run_unknown"))
@@ -105,6 +147,19 @@ async def open_update(
     return view
 
 
+@line.get("/lineage", responses=refusals("run_unknown"))
+async def get_uses(
+    run_id: str,
+    caller: Anyone,
+    database: DatabaseHere,
+    version: Annotated[int | None, Query(ge=0, le=2**31 - 1)] = None,
+    ruleset_id: Annotated[str | None, Query(max_length=200)] = None,
+    ruleset_hash: Annotated[str | None, Query(max_length=64)] = None,
+) -> LineageUses:
+    """Which updates used rollouts of this policy version, or of this ruleset."""
+    return await database.transaction(lineage.uses, run_id, version, ruleset_id, ruleset_hash)
+
+
 @router.get("/{update_id}", responses=refusals("run_unknown", "update_unknown"))
 async def get_update(run_id: str, update_id: str, caller: Anyone, database: DatabaseHere) -> UpdateView:
     """Show an update: its state, its lease, and its commit_no once it is committed."""
@@ -114,13 +169,13 @@ async def get_update(run_id: str, update_id: str, caller: Anyone, database: Data
 @router.get("/{update_id}/lineage", responses=refusals("run_unknown", "update_unknown"))
 async def get_lineage(run_id: str, update_id: str, caller: Anyone, database: DatabaseHere) -> Lineage:
     """Show what an update was made from: rollouts, policies and artifacts, rulesets, and what was refused."""
-    return await database.transaction(service.lineage, run_id, update_id)
+    return await database.transaction(lineage.of_update, run_id, update_id)
 
 
 @router.post(
     "/{update_id}/candidates",
     response_model=Candidates,
-    responses=refusals(*OPEN) | ARROW_ANSWER,
+    responses=refusals(*OPEN, "line_conflict", "ruleset_conflict") | ARROW_ANSWER,
 )
 async def get_candidates(
     run_id: str,
@@ -133,7 +188,8 @@ async def get_candidates(
 ) -> Response:
     """Ask for whole groups, the oldest admissible first, with their evidence; they are held for this update.
 
-    With `wait_seconds` the call waits until that many groups are there. An empty answer says why.
+    With `wait_seconds` the call waits until that many are there. An empty answer says why and since when. With
+    `reserve`, for runs whose drift_gate is off, they are bound in the same call. All share one contract.
     Accept: application/vnd.apache.arrow.stream answers in columns.
     """
     run = await database.transaction(get_run, run_id)
@@ -141,12 +197,12 @@ async def get_candidates(
     end = loop.time() + min(body.wait_seconds, run.settings.longest_wait_seconds)
     while True:
         await _tidy(database, run_id)
-        rows, group_ids, empty = await database.transaction(candidates.hold, run_id, update_id, body)
+        offer = await database.transaction(candidates.hold, run_id, update_id, body, caller)
         left = end - loop.time()
-        if len(group_ids) >= body.groups or left <= 0:
+        if offer.meets(body) or left <= 0:
             break
         await changes.wait(run_id, left)
-    columns = await asyncio.to_thread(candidates.columns, rows, group_ids, empty)
+    columns = await asyncio.to_thread(candidates.columns, offer)
     if ARROW_MEDIA_TYPE in request.headers.get("accept", ""):
         return Response(await asyncio.to_thread(encode_candidates, columns), media_type=ARROW_MEDIA_TYPE)
     return JSONResponse((await asyncio.to_thread(columns.to_model)).model_dump(mode="json"))
@@ -168,6 +224,7 @@ def _decode(kind: str, body: bytes) -> ReserveColumns:
         *OWNED,
         "line_conflict",
         "drift_suspect",
+        "ruleset_conflict",
         "partial_group",
         "invalid_log_probs",
         "invalid_arrow",

@@ -9,8 +9,8 @@ from coordinator.rules.reservation import RESERVE_REASONS
 
 _LIVE = "(u.state = 'open' AND u.lease_until > clock_timestamp())"
 _COLUMNS = f"""
-    u.update_id, CASE WHEN u.state = 'open' AND NOT {_LIVE} THEN 'expired' ELSE u.state END AS state, u.owner,
-    u.policy_version, u.artifact_hash, u.lag_clock, u.after_commit_no, u.commit_no, u.reason, u.opened_at,
+    u.update_id, u.contract_no, CASE WHEN u.state = 'open' AND NOT {_LIVE} THEN 'expired' ELSE u.state END AS state,
+    u.owner, u.policy_version, u.artifact_hash, u.lag_clock, u.after_commit_no, u.commit_no, u.reason, u.opened_at,
     u.lease_until, u.ended_at,
     (SELECT count(*) FROM update_members m JOIN rollouts r USING (run_no, rollout_id)
      WHERE m.run_no = u.run_no AND m.update_id = u.update_id AND m.verdict = 'reserved' AND r.state = 'reserved'
@@ -50,39 +50,69 @@ NAME_LINE = text("""
     WHERE run_no = :run_no AND update_id = :update_id AND after_commit_no IS NULL
 """)
 
+# A group that this update may be offered: whole, admissible and not held by another update that lives.
+_OFFERED = """
+    g.run_no = :run_no AND g.state = 'open' AND g.rewarded >= :usable_needed AND g.rewarded > 0
+    AND (g.settled OR g.deadline_at <= clock_timestamp())
+    AND g.newest_clock <= :lag_clock
+    AND (NOT :gate_lag OR g.freshest_clock >= :lag_clock - CAST(:max_lag AS int))
+    AND (g.held_by IS NULL OR g.held_by = :update_id OR g.held_until <= clock_timestamp() OR NOT EXISTS (
+        SELECT FROM updates u WHERE u.run_no = g.run_no AND u.update_id = g.held_by
+            AND u.state = 'open' AND u.lease_until > clock_timestamp()))
+"""
+_OWN_FIRST = "(g.held_by IS NOT DISTINCT FROM :update_id) DESC, g.oldest_clock, g.first_arrival_at, g.group_id"
+
+# The contract and the ruleset that an answer must keep to: those of what the update holds, else of the first group.
+PEEK_GROUP = text(f"""
+    SELECT g.contract_no, g.ruleset_no FROM groups g WHERE {_OFFERED} ORDER BY {_OWN_FIRST} LIMIT 1
+""")
+
+BOUND_RULESET = text("""
+    SELECT m.ruleset_no FROM update_members m
+    WHERE m.run_no = :run_no AND m.update_id = :update_id AND m.verdict = 'reserved' LIMIT 1
+""")
+
 # Claims whole groups for this update: its own holds first, then the oldest admissible. A hold hides a group from
-# other updates while it lasts and its update lives.
-HOLD_GROUPS = """
+# other updates while it lasts and its update lives. `rollouts` ends the answer with the group that reaches it.
+HOLD_GROUPS = f"""
     WITH pick AS (
-        SELECT g.group_id FROM groups g
-        WHERE g.run_no = :run_no AND g.state = 'open' AND g.rewarded >= :usable_needed AND g.rewarded > 0
-          AND (g.settled OR g.deadline_at <= clock_timestamp())
-          AND g.newest_clock <= :lag_clock
-          AND (NOT :gate_lag OR g.freshest_clock >= :lag_clock - CAST(:max_lag AS int))
-          AND (g.held_by IS NULL OR g.held_by = :update_id OR g.held_until <= clock_timestamp() OR NOT EXISTS (
-                SELECT FROM updates u WHERE u.run_no = g.run_no AND u.update_id = g.held_by
-                    AND u.state = 'open' AND u.lease_until > clock_timestamp()))
-        ORDER BY (g.held_by IS NOT DISTINCT FROM :update_id) DESC, g.oldest_clock, g.first_arrival_at, g.group_id
+        SELECT g.group_id, g.rewarded, g.held_by IS NOT DISTINCT FROM :update_id AS own, g.oldest_clock,
+            g.first_arrival_at
+        FROM groups g
+        WHERE {_OFFERED}
+          AND (CAST(:contract_no AS int) IS NULL OR g.contract_no = :contract_no)
+          AND (CAST(:ruleset_no AS int) IS NULL OR g.ruleset_no = :ruleset_no)
+        ORDER BY {_OWN_FIRST}
         LIMIT :groups
         FOR UPDATE SKIP LOCKED
+    ), kept AS (
+        SELECT group_id, sum(rewarded) OVER (ORDER BY own DESC, oldest_clock, first_arrival_at, group_id) - rewarded
+            AS before
+        FROM pick
     )
     UPDATE groups g SET held_by = :update_id, held_until = clock_timestamp() + make_interval(secs => :hold_seconds)
-    FROM pick WHERE g.run_no = :run_no AND g.group_id = pick.group_id
-    RETURNING g.group_id, g.oldest_clock, g.first_arrival_at
+    FROM kept
+    WHERE g.run_no = :run_no AND g.group_id = kept.group_id
+      AND (CAST(:rollouts AS int) IS NULL OR kept.before < :rollouts)
+    RETURNING g.group_id, g.oldest_clock, g.first_arrival_at, g.rewarded
 """
 
+# Members of these groups that are rewarded, or that this update already holds, with their evidence.
 CANDIDATES = """
-    SELECT r.rollout_id, r.revision, r.{group} AS group_id, e.task_id, r.sample_index, r.versions, r.newest_version,
-           v.version AS policy_version, :lag_clock - r.oldest_clock AS lag, r.reward, e.token_ids, e.action_mask,
-           e.behavior_log_probs
+    SELECT r.rollout_id, r.revision, r.state, r.{group} AS group_id, e.task_id, e.task_source, r.sample_index,
+           r.attempt, v.version AS policy_version, CAST(:lag_clock AS int) - r.oldest_clock AS lag, r.reward,
+           c.contract_hash, e.token_ids, e.action_mask, e.behavior_log_probs, e.side_data,
+           COALESCE(e.row_starts, '{0}') AS row_starts
     FROM rollouts r
     JOIN rollout_evidence e USING (run_no, rollout_id)
+    JOIN contracts c USING (run_no, contract_no)
     JOIN LATERAL (
         SELECT p.version FROM policy_versions p
         WHERE p.run_no = r.run_no AND p.version = ANY(r.versions) AND p.lag_clock = r.oldest_clock
         ORDER BY p.version LIMIT 1
     ) v ON true
-    WHERE r.run_no = :run_no AND r.{group} = ANY(CAST(:group_ids AS text[])) AND r.state = 'rewarded'
+    WHERE r.run_no = :run_no AND r.{group} = ANY(CAST(:group_ids AS text[]))
+      AND (r.state = 'rewarded' OR (r.state = 'reserved' AND r.update_id = :update_id))
     ORDER BY array_position(CAST(:group_ids AS text[]), r.{group}), r.sample_index, r.attempt
 """
 
@@ -96,8 +126,11 @@ EMPTY = text("""
     FROM (
         SELECT count(*) AS rewarded_groups,
             count(*) FILTER (WHERE g.freshest_clock < :lag_clock - CAST(:max_lag AS int)) AS stale,
-            count(*) FILTER (WHERE g.held_by IS NOT NULL AND g.held_by <> :update_id
-                             AND g.held_until > clock_timestamp()) AS held,
+            count(*) FILTER (WHERE g.newest_clock > :lag_clock) AS ahead,
+            count(*) FILTER (WHERE g.rewarded < :usable_needed
+                             OR NOT (g.settled OR g.deadline_at <= clock_timestamp())) AS incomplete,
+            count(*) FILTER (WHERE g.held_by <> :update_id AND g.held_until > clock_timestamp()) AS held,
+            count(*) FILTER (WHERE g.contract_no <> CAST(:contract_no AS int)) AS other_contract,
             min(g.first_arrival_at) AS first_arrival_at,
             max(g.held_until) AS held_until
         FROM groups g WHERE g.run_no = :run_no AND g.state = 'open' AND g.rewarded > 0
@@ -119,6 +152,7 @@ _CONDITIONS = {
     "update_fenced": "NOT :live",
     "revision_conflict": "r.revision <> n.seen",
     "not_rewarded": "r.state <> 'rewarded'",
+    "contract_mismatch": "r.contract_no <> COALESCE(CAST(:contract_no AS int), (SELECT contract_no FROM pin))",
     "policy_withdrawn": """EXISTS (SELECT FROM policy_versions p WHERE p.run_no = :run_no
                             AND p.version = ANY(r.versions) AND p.state = 'withdrawn')""",
     "candidate_not_active": "v.state IN ('prepared', 'committed')",
@@ -150,9 +184,12 @@ RESERVE = f"""
             CAST(:drift_sample_size AS float8[])
         ) WITH ORDINALITY AS n (rollout_id, seen, use, drift, drift_max, drift_k3, drift_outside,
                                  drift_sample_size, item)
+    ), pin AS (
+        SELECT r.contract_no FROM named n JOIN rollouts r ON r.run_no = :run_no AND r.rollout_id = n.rollout_id
+        WHERE r.state = 'rewarded' AND r.revision = n.seen ORDER BY n.item LIMIT 1
     ), judged AS (
-        SELECT n.*, r.state, r.revision, r.{{group}} AS group_key, r.versions, r.ruleset_no, r.worker_id, r.reward,
-            earlier.drift AS earlier_drift,
+        SELECT n.*, r.state, r.revision, r.{{group}} AS group_key, r.versions, r.ruleset_no, r.worker_id,
+            r.incarnation, r.contract_no, r.reward, earlier.drift AS earlier_drift,
             :lag_clock - r.oldest_clock AS lag, {_verdict()} AS verdict
         FROM named n
         LEFT JOIN rollouts r ON r.run_no = :run_no AND r.rollout_id = n.rollout_id
@@ -182,12 +219,14 @@ RESERVE = f"""
         RETURNING r.rollout_id, r.state, r.revision
     ), audit AS (
         INSERT INTO rollout_audit (run_no, rollout_id, revision, event, from_state, to_state, reason, actor, update_id,
-                                   contract_hash, lag, drift, max_lag, max_drift)
+                                   contract_hash, lag, drift, max_lag, max_drift, judged_version)
         SELECT :run_no, m.rollout_id, moved.revision,
                CASE moved.state WHEN 'reserved' THEN 'reserve' WHEN 'offline' THEN 'set_aside' ELSE 'quarantine' END,
                'rewarded', moved.state, CASE WHEN m.final = 'reserved' THEN NULL ELSE m.final END, :actor, :update_id,
-               :contract_hash, m.lag, m.drift, :max_lag, :max_drift
+               c.contract_hash, m.lag, m.drift, :max_lag, :max_drift,
+               CASE WHEN m.final <> 'reserved' THEN CAST(:policy_version AS int) END
         FROM moves m JOIN moved USING (rollout_id)
+        JOIN contracts c ON c.run_no = :run_no AND c.contract_no = m.contract_no
     ), members AS (
         INSERT INTO update_members (run_no, update_id, rollout_id, revision, verdict, would_refuse, use, group_id,
                                     versions, ruleset_no, lag, drift, drift_max, drift_k3, drift_outside_share,
@@ -199,7 +238,8 @@ RESERVE = f"""
                m.drift_sample_size
         FROM moves m JOIN moved USING (rollout_id)
     )
-    SELECT d.item, d.rollout_id, d.final AS verdict, d.group_key AS group_id, d.lag, d.worker_id, d.reward,
+    SELECT d.item, d.rollout_id, d.final AS verdict, d.group_key AS group_id, d.lag, d.worker_id, d.incarnation,
+           d.contract_no, d.ruleset_no, d.reward, moved.rollout_id IS NOT NULL AS moved, d.drift AS measured,
            COALESCE(d.earlier_drift, d.drift) AS drift,
            COALESCE(moved.state, d.state) AS state, COALESCE(moved.revision, d.revision) AS revision,
            CASE WHEN d.final <> 'reserved' THEN NULL WHEN d.lag > :max_lag THEN 'stale_policy'
@@ -212,15 +252,48 @@ RESERVE = f"""
     FROM decided d LEFT JOIN moved USING (rollout_id) ORDER BY d.item
 """
 
+PIN_CONTRACT = text("""
+    UPDATE updates SET contract_no = :contract_no
+    WHERE run_no = :run_no AND update_id = :update_id AND contract_no IS NULL
+""")
+
+BOUND_RULESETS = text("""
+    SELECT DISTINCT s.ruleset_id FROM update_members m JOIN rulesets s USING (run_no, ruleset_no)
+    WHERE m.run_no = :run_no AND m.update_id = :update_id AND m.verdict = 'reserved' ORDER BY 1
+""")
+
+# Sums the drift of fresh rollouts by the life of the worker that made them. Last in the order of locks.
+ADD_WORKER_DRIFT = text("""
+    INSERT INTO worker_drift (run_no, worker_id, incarnation, n, total)
+    SELECT :run_no, worker_id, incarnation, count(*), sum(drift)
+    FROM unnest(CAST(:worker_ids AS text[]), CAST(:incarnations AS text[]), CAST(:drifts AS float8[]))
+        AS d (worker_id, incarnation, drift)
+    GROUP BY worker_id, incarnation ORDER BY worker_id, incarnation
+    ON CONFLICT (run_no, worker_id, incarnation) DO UPDATE SET
+        n = worker_drift.n + EXCLUDED.n, total = worker_drift.total + EXCLUDED.total
+""")
+
 # A refused group's members fall when the group is counted anew; here the update remembers that it asked for them.
 REMEMBER_FALLEN = """
     INSERT INTO update_members (run_no, update_id, rollout_id, revision, verdict, use, group_id, versions, ruleset_no,
-                                lag, drift)
+                                lag, drift, drift_max, drift_k3, drift_outside_share, drift_sample_size)
     SELECT r.run_no, :update_id, r.rollout_id, f.seen, 'group_refused', f.use, r.{group}, r.versions, r.ruleset_no,
-           CAST(:lag_clock AS int) - r.oldest_clock, f.drift
-    FROM unnest(CAST(:rollout_ids AS text[]), CAST(:revisions AS int[]), CAST(:uses AS text[]),
-                CAST(:drifts AS float8[])) AS f (rollout_id, seen, use, drift)
+           CAST(:lag_clock AS int) - r.oldest_clock, f.drift, f.drift_max, f.drift_k3, f.drift_outside,
+           f.drift_sample_size
+    FROM unnest(
+        CAST(:rollout_ids AS text[]), CAST(:revisions AS int[]), CAST(:uses AS text[]), CAST(:drifts AS float8[]),
+        CAST(:drift_max AS float8[]), CAST(:drift_k3 AS float8[]), CAST(:drift_outside AS float8[]),
+        CAST(:drift_sample_size AS float8[])
+    ) AS f (rollout_id, seen, use, drift, drift_max, drift_k3, drift_outside, drift_sample_size)
     JOIN rollouts r ON r.run_no = :run_no AND r.rollout_id = f.rollout_id
+"""
+
+# Groups of which this update already holds members, in the order in which they were bound.
+OWN_GROUPS = """
+    SELECT m.group_id, count(*) AS members FROM update_members m JOIN rollouts r USING (run_no, rollout_id)
+    WHERE m.run_no = :run_no AND m.update_id = :update_id AND m.verdict = 'reserved'
+      AND r.state = 'reserved' AND r.update_id = m.update_id
+    GROUP BY m.group_id ORDER BY min(m.at), m.group_id
 """
 
 HELD_ROLLOUTS = """
@@ -324,6 +397,7 @@ RUNS_WITH_DUE_UPDATES = text("""
 
 MEMBERS = text("""
     SELECT m.rollout_id, m.group_id, m.verdict, m.use, m.revision, m.lag, m.drift, r.worker_id, r.incarnation, r.reward,
+           m.drift_max, m.drift_k3, m.drift_outside_share, m.drift_sample_size, m.would_refuse,
            s.ruleset_id, s.ruleset_hash, m.versions,
            (SELECT array_agg(p.artifact_hash ORDER BY x.n) FROM unnest(m.versions) WITH ORDINALITY AS x (version, n)
             JOIN policy_versions p ON p.run_no = m.run_no AND p.version = x.version) AS hashes,
@@ -331,7 +405,7 @@ MEMBERS = text("""
             WHERE a.run_no = m.run_no AND a.rollout_id = m.rollout_id AND a.update_id = m.update_id
               AND a.revision = m.revision + 2) AS ended_by
     FROM update_members m
-    JOIN rollouts r USING (run_no, rollout_id)
+    LEFT JOIN rollouts r USING (run_no, rollout_id)
     LEFT JOIN rulesets s ON s.run_no = m.run_no AND s.ruleset_no = m.ruleset_no
     WHERE m.run_no = :run_no AND m.update_id = :update_id
     ORDER BY m.group_id, m.rollout_id, m.revision

@@ -55,7 +55,7 @@ def measure(run: Run, columns: ReserveColumns, evidence: dict[str, Any]) -> Drif
     measured: list[int] = []
     for n, rollout_id in enumerate(columns.rollout_id):
         row = evidence.get(rollout_id)
-        if row is None or (run.settings.drift_gate == "off" and not columns.given[n]):
+        if row is None or row.action_mask is None or (run.settings.drift_gate == "off" and not columns.given[n]):
             continue
         if not columns.given[n]:
             raise Refusal("invalid_log_probs", f"{rollout_id} came without current log-probs", item=rollout_id)
@@ -118,6 +118,13 @@ async def reserve(
             {"run_no": run.run_no, "update_id": update_id, "after_commit_no": columns.after_commit_no},
         )
     settings = run.settings
+    measured = {
+        "drifts": _nullable(drift.mean_abs),
+        "drift_max": _nullable(drift.max_abs),
+        "drift_k3": _nullable(drift.k3),
+        "drift_outside": _nullable(drift.outside_share),
+        "drift_sample_size": _nullable(drift.effective_sample_size),
+    }
     group_ids = await groups.lock_of_rollouts(connection, run, columns.rollout_id)
     rows = (
         await connection.execute(
@@ -134,15 +141,12 @@ async def reserve(
                 "max_drift": settings.max_drift,
                 "stale_to": settings.stale_to,
                 "usable_needed": settings.usable_needed,
-                "contract_hash": run.contract_hash,
+                "policy_version": row.policy_version,
+                "contract_no": row.contract_no if settings.other_contract == "keep_apart" else run.contract_no,
                 "rollout_ids": columns.rollout_id,
                 "revisions": columns.revision,
                 "uses": columns.use,
-                "drifts": _nullable(drift.mean_abs),
-                "drift_max": _nullable(drift.max_abs),
-                "drift_k3": _nullable(drift.k3),
-                "drift_outside": _nullable(drift.outside_share),
-                "drift_sample_size": _nullable(drift.effective_sample_size),
+                **measured,
             },
         )
     ).all()
@@ -155,6 +159,8 @@ async def reserve(
             )
     if live and settings.drift_gate == "enforce" and not columns.confirm_drift:
         _refuse_if_all_drifted(rows)
+    await _keep_to_one(connection, run, update_id, rows)
+    await _add_worker_drift(connection, run, rows, live)
     fallen = await groups.refresh(connection, run, group_ids, caller.actor, update_id)
     refused = [n for n, r in enumerate(rows) if r.verdict == "group_refused" and r.rollout_id in fallen]
     if refused:
@@ -168,6 +174,10 @@ async def reserve(
                 "revisions": [columns.revision[n] for n in refused],
                 "uses": [columns.use[n] for n in refused],
                 "drifts": [rows[n].drift for n in refused],
+                "drift_max": [measured["drift_max"][n] for n in refused],
+                "drift_k3": [measured["drift_k3"][n] for n in refused],
+                "drift_outside": [measured["drift_outside"][n] for n in refused],
+                "drift_sample_size": [measured["drift_sample_size"][n] for n in refused],
             },
         )
     return ReserveAnswer(
@@ -185,6 +195,37 @@ async def reserve(
         ],
         groups=_group_verdicts(rows),
     )
+
+
+async def _keep_to_one(connection: AsyncConnection, run: Run, update_id: str, rows: Any) -> None:
+    """An update holds one contract, and one ruleset where the run forbids to mix them."""
+    bound = [r for r in rows if r.moved and r.verdict == "reserved"]
+    keys = {"run_no": run.run_no, "update_id": update_id}
+    if bound and run.settings.other_contract == "keep_apart":
+        await connection.execute(queries.PIN_CONTRACT, keys | {"contract_no": bound[0].contract_no})
+    if bound and not run.settings.mix_rulesets:
+        rulesets = (await connection.scalars(queries.BOUND_RULESETS, keys)).all()
+        if len(rulesets) > 1:
+            raise Refusal("ruleset_conflict", f"update {update_id} would hold rewards of {', '.join(rulesets)}")
+
+
+async def _add_worker_drift(connection: AsyncConnection, run: Run, rows: Any, live: bool) -> None:
+    """What a healthy worker's fresh rollouts drift is its engine's rounding; the sum tells a sick one."""
+    fresh = [
+        r
+        for r in rows
+        if live and r.lag == 0 and r.measured is not None and r.verdict in ("reserved", "policy_drift", "group_refused")
+    ]
+    if fresh:
+        await connection.execute(
+            queries.ADD_WORKER_DRIFT,
+            {
+                "run_no": run.run_no,
+                "worker_ids": [r.worker_id for r in fresh],
+                "incarnations": [r.incarnation for r in fresh],
+                "drifts": [r.measured for r in fresh],
+            },
+        )
 
 
 def _refuse_if_all_drifted(rows: Any) -> None:

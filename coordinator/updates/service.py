@@ -18,10 +18,6 @@ from coordinator.updates import queries
 from coordinator.wire.updates import (
     AbortUpdate,
     CommitUpdate,
-    Lineage,
-    LineageMember,
-    LineageRefusal,
-    LineageSpan,
     OpenUpdate,
     Renew,
     UpdateList,
@@ -218,7 +214,7 @@ async def commit(
     return update_view(await find_row(connection, run, update_id))
 
 
-async def _end(
+async def end(
     connection: AsyncConnection,
     run: Run,
     update_id: str,
@@ -257,7 +253,7 @@ async def abort(
     row = await lock_update(connection, run, update_id, body.owner)
     if row.state != "aborted":
         require_open(row)
-        await _end(connection, run, update_id, "aborted", body.reason, body.quarantine, caller.actor)
+        await end(connection, run, update_id, "aborted", body.reason, body.quarantine, caller.actor)
     return update_view(await find_row(connection, run, update_id))
 
 
@@ -270,7 +266,7 @@ async def expire_due(connection: AsyncConnection, run_id: str) -> int:
         row = await find_row(connection, run, update_id)
         reason = f"the lease ended at {row.lease_until.isoformat()}"
         quarantine = run.settings.on_expiry == "quarantine"
-        await _end(connection, run, update_id, "expired", reason, quarantine, "clock")
+        await end(connection, run, update_id, "expired", reason, quarantine, "clock")
     return len(due)
 
 
@@ -278,46 +274,3 @@ async def has_due(connection: AsyncConnection, run_id: str) -> bool:
     """Whether some update of the run outlived its lease and nobody has tidied up yet."""
     run = await get_run(connection, run_id)
     return (await connection.execute(queries.DUE_UPDATES, {"run_no": run.run_no})).first() is not None
-
-
-_OUTCOMES = {
-    "commit": "consumed",
-    "discard": "discarded",
-    "abort": "released",
-    "quarantine": "quarantined",
-    None: "reserved",
-}
-
-
-async def lineage(connection: AsyncConnection, run_id: str, update_id: str) -> Lineage:
-    """Everything that an update was made from, what it refused, and the versions that it made."""
-    run = await get_run(connection, run_id)
-    keys = {"run_no": run.run_no, "update_id": update_id}
-    update = update_view(await find_row(connection, run, update_id))
-    members: list[LineageMember] = []
-    refused: list[LineageRefusal] = []
-    for row in await connection.execute(queries.MEMBERS, keys):
-        if row.verdict != "reserved":
-            refused.append(
-                LineageRefusal(
-                    rollout_id=row.rollout_id,
-                    group_id=row.group_id,
-                    verdict=row.verdict,
-                    lag=row.lag,
-                    drift=row.drift,
-                )
-            )
-            continue
-        policies = tuple(
-            LineageSpan(version=version, artifact_hash=artifact_hash)
-            for version, artifact_hash in zip(row.versions, row.hashes, strict=True)
-        )
-        names = LineageMember.model_fields.keys() - {"policies", "outcome"}
-        members.append(
-            LineageMember.model_validate(
-                {name: getattr(row, name) for name in names}
-                | {"policies": policies, "outcome": _OUTCOMES[row.ended_by]}
-            )
-        )
-    made = (await connection.scalars(queries.MADE_VERSIONS, keys)).all()
-    return Lineage(update=update, members=members, refusals=refused, made_versions=list(made))

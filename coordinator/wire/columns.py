@@ -6,6 +6,7 @@ Nulls among log-probs are NaN.
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 from collections.abc import Sequence
@@ -19,8 +20,15 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from coordinator.rules.identity import Fault
-from coordinator.wire.rollouts import Rollout, RolloutIdentity
-from coordinator.wire.updates import CandidateRollout, Candidates, EmptyReason, ReserveItem, ReserveRequest
+from coordinator.wire.rollouts import EvidenceAnswer, Rollout, RolloutEvidence, RolloutIdentity
+from coordinator.wire.updates import (
+    CandidateRollout,
+    Candidates,
+    EmptyReason,
+    ReserveItem,
+    ReserveRequest,
+    ReserveVerdict,
+)
 
 ARROW_MEDIA_TYPE = "application/vnd.apache.arrow.stream"
 
@@ -44,9 +52,15 @@ ROLLOUT_SCHEMA = pa.schema(
         ("token_ids", pa.list_(pa.int32())),
         ("action_mask", pa.list_(pa.bool_())),
         ("behavior_log_probs", pa.list_(pa.float32())),
+        ("row_starts", pa.list_(pa.int32())),
+        ("side_data", pa.binary()),
+        ("side_data_digest", pa.utf8()),
+        ("reward", pa.utf8()),
     ]
 )
-"""Arrival. `contract` and `generation` are JSON objects, as in the JSON body."""
+"""Arrival. `contract`, `generation` and `reward` are JSON objects, as in the JSON body."""
+
+_MAY_BE_LEFT_OUT = frozenset({"row_starts", "side_data", "side_data_digest", "reward"})
 
 CANDIDATE_SCHEMA = pa.schema(
     [
@@ -54,16 +68,33 @@ CANDIDATE_SCHEMA = pa.schema(
         ("revision", pa.int32()),
         ("group_id", pa.utf8()),
         ("task_id", pa.utf8()),
+        ("task_source", pa.utf8()),
         ("sample_index", pa.int32()),
+        ("attempt", pa.int32()),
         ("policy_version", pa.int32()),
         ("lag", pa.int32()),
         ("reward", pa.float64()),
         ("token_ids", pa.list_(pa.int32())),
         ("action_mask", pa.list_(pa.bool_())),
         ("behavior_log_probs", pa.list_(pa.float32())),
+        ("row_starts", pa.list_(pa.int32())),
+        ("side_data", pa.binary()),
     ]
 )
-"""Candidates. The schema's metadata holds `groups` and `empty` as JSON."""
+"""Candidates. The schema's metadata holds `groups`, `empty`, `contract_hash` and `reserved` as JSON."""
+
+EVIDENCE_SCHEMA = pa.schema(
+    [
+        ("rollout_id", pa.utf8()),
+        ("token_ids", pa.list_(pa.int32())),
+        ("action_mask", pa.list_(pa.bool_())),
+        ("behavior_log_probs", pa.list_(pa.float32())),
+        ("row_starts", pa.list_(pa.int32())),
+        ("side_data", pa.binary()),
+        ("side_data_digest", pa.utf8()),
+    ]
+)
+"""The tokens of many rollouts. The schema's metadata holds `missing` as JSON."""
 
 RESERVE_SCHEMA = pa.schema(
     [
@@ -118,13 +149,22 @@ class RolloutColumns:
     token_ids: Ragged
     action_mask: Ragged
     behavior_log_probs: Ragged
+    side_data: list[bytes | None]
 
     def __len__(self) -> int:
         return len(self.identities)
 
 
-def _read_table(data: bytes, schema: pa.Schema, wide: frozenset[str] = frozenset()) -> pa.Table:
-    """The stream as one table with exactly the schema's columns. Columns in `wide` may be of float64."""
+def _read_table(
+    data: bytes,
+    schema: pa.Schema,
+    wide: frozenset[str] = frozenset(),
+    optional: frozenset[str] = frozenset(),
+) -> pa.Table:
+    """The stream as one table with exactly the schema's columns, but for `optional` ones that were left out.
+
+    Columns in `wide` may be of float64.
+    """
     try:
         with pa.ipc.open_stream(io.BytesIO(data)) as reader:
             table = reader.read_all()
@@ -135,11 +175,12 @@ def _read_table(data: bytes, schema: pa.Schema, wide: frozenset[str] = frozenset
     if len(set(names)) != len(names):
         raise ArrowError("a column appears twice")
     unknown = sorted(set(names) - set(schema.names))
-    missing = [name for name in schema.names if name not in names]
+    missing = [name for name in schema.names if name not in names and name not in optional]
     if unknown or missing:
         raise ArrowError(f"missing columns: {missing or 'none'}; unknown columns: {unknown or 'none'}")
     columns = []
-    for field in schema:
+    kept = [field for field in schema if field.name in names]
+    for field in kept:
         column = table.column(field.name)
         if pa.types.is_list_view(column.type) or pa.types.is_large_list_view(column.type):
             # pyarrow 26 casts [[1, 2, 3], [4, 5]] from a list view to [[1, 2, 3], []].
@@ -152,7 +193,7 @@ def _read_table(data: bytes, schema: pa.Schema, wide: frozenset[str] = frozenset
             except pa.ArrowException as error:
                 raise ArrowError(f"column {field.name} is {column.type}, not {field.type}") from error
         columns.append(column.combine_chunks())
-    return pa.table(columns, names=schema.names).replace_schema_metadata(table.schema.metadata)
+    return pa.table(columns, names=[field.name for field in kept]).replace_schema_metadata(table.schema.metadata)
 
 
 def _is_float_list(kind: pa.DataType) -> bool:
@@ -198,12 +239,17 @@ def validation_fault(error: ValidationError) -> Fault:
 
 def decode_rollouts(data: bytes) -> RolloutColumns:
     """Reads an arrival's Arrow stream. A row without a whole identity becomes a Fault; ArrowError refuses all."""
-    table = _read_table(data, ROLLOUT_SCHEMA)
-    rows = table.drop_columns(["token_ids", "action_mask", "behavior_log_probs"]).to_pylist()
+    table = _read_table(data, ROLLOUT_SCHEMA, optional=_MAY_BE_LEFT_OUT)
+    blobs = [
+        name for name in ("token_ids", "action_mask", "behavior_log_probs", "side_data") if name in table.schema.names
+    ]
+    rows = table.drop_columns(blobs).to_pylist()
     identities: list[RolloutIdentity | Fault] = []
     contracts: dict[str | None, Any] = {}
     for row in rows:
         try:
+            if row.get("reward") is not None:
+                row["reward"] = from_json(row["reward"])
             for name in ("contract", "generation"):
                 text = row[name]
                 if text not in contracts:
@@ -213,13 +259,14 @@ def decode_rollouts(data: bytes) -> RolloutColumns:
         except ValidationError as error:
             identities.append(validation_fault(error))
         except ValueError as error:
-            identities.append(Fault("invalid_field", "contract", f"contract or generation is no JSON: {error}"))
+            identities.append(Fault("invalid_field", "contract", f"contract, generation or reward is no JSON: {error}"))
     return RolloutColumns(
         identities,
         [row["rollout_id"] for row in rows],
         _ragged_column(table, "token_ids", np.int64),
         _ragged_column(table, "action_mask", np.bool_),
         _ragged_column(table, "behavior_log_probs", np.float32),
+        table.column("side_data").to_pylist() if "side_data" in table.schema.names else [None] * len(rows),
     )
 
 
@@ -233,6 +280,7 @@ def rollout_columns(rollouts: Sequence[Rollout]) -> RolloutColumns:
         ragged([r.token_ids for r in rollouts], np.int64),
         ragged([r.action_mask for r in rollouts], np.bool_),
         log_probs,
+        [r.side_data for r in rollouts],
     )
 
 
@@ -261,6 +309,12 @@ def encode_rollouts(columns: RolloutColumns) -> bytes:
         "token_ids": list_array(columns.token_ids, pa.int32()),
         "action_mask": list_array(columns.action_mask, pa.bool_()),
         "behavior_log_probs": list_array(columns.behavior_log_probs, pa.float32()),
+        "row_starts": pa.array([i.row_starts for i in identities], pa.list_(pa.int32())),
+        "side_data": pa.array(columns.side_data, pa.binary()),
+        "side_data_digest": pa.array([i.side_data_digest for i in identities], pa.utf8()),
+        "reward": pa.array(
+            [i.reward.model_dump_json(exclude_none=True) if i.reward else None for i in identities], pa.utf8()
+        ),
     }
     return _write(pa.table([arrays[name] for name in ROLLOUT_SCHEMA.names], schema=ROLLOUT_SCHEMA))
 
@@ -273,15 +327,21 @@ class CandidateColumns:
     revision: list[int]
     group_id: list[str]
     task_id: list[str]
+    task_source: list[str]
     sample_index: list[int]
+    attempt: list[int]
     policy_version: list[int]
     lag: list[int]
     reward: list[float]
     token_ids: Ragged
     action_mask: Ragged
     behavior_log_probs: Ragged
+    row_starts: list[list[int]]
+    side_data: list[bytes | None]
     groups: list[str]
     empty: EmptyReason | None
+    contract_hash: str | None = None
+    reserved: list[ReserveVerdict] | None = None
 
     def __len__(self) -> int:
         return len(self.rollout_id)
@@ -294,17 +354,27 @@ class CandidateColumns:
                 revision=self.revision[i],
                 group_id=self.group_id[i],
                 task_id=self.task_id[i],
+                task_source=self.task_source[i],
                 sample_index=self.sample_index[i],
+                attempt=self.attempt[i],
                 policy_version=self.policy_version[i],
                 lag=self.lag[i],
                 reward=self.reward[i],
                 token_ids=self.token_ids[i].tolist(),
                 action_mask=self.action_mask[i].tolist(),
                 behavior_log_probs=nulls_for_nan(self.behavior_log_probs[i]),
+                row_starts=self.row_starts[i],
+                side_data=base64_text(self.side_data[i]),
             )
             for i in range(len(self))
         ]
-        return Candidates(rollouts=rollouts, groups=self.groups, empty=self.empty)
+        return Candidates(
+            rollouts=rollouts,
+            groups=self.groups,
+            empty=self.empty,
+            contract_hash=self.contract_hash,
+            reserved=self.reserved,
+        )
 
 
 def nulls_for_nan(values: npt.NDArray[np.floating[Any]]) -> list[float | None]:
@@ -312,8 +382,14 @@ def nulls_for_nan(values: npt.NDArray[np.floating[Any]]) -> list[float | None]:
     return [float(v) if np.isfinite(v) else None for v in values]
 
 
+def base64_text(blob: bytes | None) -> str | None:
+    """JSON has no bytes."""
+    return None if blob is None else base64.b64encode(blob).decode()
+
+
 _CANDIDATE_SCALARS = (
-    "rollout_id", "revision", "group_id", "task_id", "sample_index", "policy_version", "lag", "reward",
+    "rollout_id", "revision", "group_id", "task_id", "task_source", "sample_index", "attempt", "policy_version", "lag",
+    "reward", "row_starts", "side_data",
 )  # fmt: skip
 
 
@@ -329,6 +405,8 @@ def encode_candidates(columns: CandidateColumns) -> bytes:
     metadata = {
         "groups": json.dumps(columns.groups),
         "empty": columns.empty.model_dump_json() if columns.empty else "null",
+        "contract_hash": json.dumps(columns.contract_hash),
+        "reserved": json.dumps(columns.reserved and [verdict.model_dump() for verdict in columns.reserved]),
     }
     schema = CANDIDATE_SCHEMA.with_metadata(metadata)
     return _write(pa.table([arrays[name] for name in CANDIDATE_SCHEMA.names], schema=schema))
@@ -339,6 +417,7 @@ def decode_candidates(data: bytes) -> CandidateColumns:
     table = _read_table(data, CANDIDATE_SCHEMA)
     metadata = table.schema.metadata or {}
     empty = json.loads(metadata.get(b"empty", b"null"))
+    reserved = json.loads(metadata.get(b"reserved", b"null"))
     return CandidateColumns(
         **{name: table.column(name).to_pylist() for name in _CANDIDATE_SCALARS},
         token_ids=_ragged_column(table, "token_ids", np.int64),
@@ -346,6 +425,69 @@ def decode_candidates(data: bytes) -> CandidateColumns:
         behavior_log_probs=_ragged_column(table, "behavior_log_probs", np.float32),
         groups=json.loads(metadata.get(b"groups", b"[]")),
         empty=EmptyReason.model_validate(empty) if empty else None,
+        contract_hash=json.loads(metadata.get(b"contract_hash", b"null")),
+        reserved=None if reserved is None else [ReserveVerdict.model_validate(verdict) for verdict in reserved],
+    )
+
+
+@dataclass(frozen=True)
+class EvidenceColumns:
+    """The tokens of many rollouts, in one order; evidence as in RolloutColumns."""
+
+    rollout_id: list[str]
+    token_ids: Ragged
+    action_mask: Ragged
+    behavior_log_probs: Ragged
+    row_starts: list[list[int]]
+    side_data: list[bytes | None]
+    side_data_digest: list[str | None]
+    missing: list[str]
+
+    def __len__(self) -> int:
+        return len(self.rollout_id)
+
+    def to_model(self) -> EvidenceAnswer:
+        """The same as a JSON model."""
+        rollouts = [
+            RolloutEvidence(
+                rollout_id=self.rollout_id[i],
+                token_ids=self.token_ids[i].tolist(),
+                action_mask=self.action_mask[i].tolist(),
+                behavior_log_probs=nulls_for_nan(self.behavior_log_probs[i]),
+                row_starts=tuple(self.row_starts[i]),
+                side_data=base64_text(self.side_data[i]),
+                side_data_digest=self.side_data_digest[i],
+            )
+            for i in range(len(self))
+        ]
+        return EvidenceAnswer(rollouts=rollouts, missing=self.missing)
+
+
+_EVIDENCE_SCALARS = ("rollout_id", "row_starts", "side_data", "side_data_digest")
+
+
+def encode_evidence(columns: EvidenceColumns) -> bytes:
+    """The Arrow stream of an evidence answer."""
+    arrays = {
+        name: pa.array(getattr(columns, name), EVIDENCE_SCHEMA.field(name).type) for name in _EVIDENCE_SCALARS
+    } | {
+        "token_ids": list_array(columns.token_ids, pa.int32()),
+        "action_mask": list_array(columns.action_mask, pa.bool_()),
+        "behavior_log_probs": list_array(columns.behavior_log_probs, pa.float32()),
+    }
+    schema = EVIDENCE_SCHEMA.with_metadata({"missing": json.dumps(columns.missing)})
+    return _write(pa.table([arrays[name] for name in EVIDENCE_SCHEMA.names], schema=schema))
+
+
+def decode_evidence(data: bytes) -> EvidenceColumns:
+    """Reads an evidence answer."""
+    table = _read_table(data, EVIDENCE_SCHEMA)
+    return EvidenceColumns(
+        **{name: table.column(name).to_pylist() for name in _EVIDENCE_SCALARS},
+        token_ids=_ragged_column(table, "token_ids", np.int64),
+        action_mask=_ragged_column(table, "action_mask", np.bool_),
+        behavior_log_probs=_ragged_column(table, "behavior_log_probs", np.float32),
+        missing=json.loads((table.schema.metadata or {}).get(b"missing", b"[]")),
     )
 
 

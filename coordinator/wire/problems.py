@@ -198,6 +198,37 @@ _ALL = [
         "Register the worker with this incarnation first.",
     ),
     ProblemCode("token_conflict", 409, "A token of that name exists", "Choose another name."),
+    ProblemCode(
+        "rewind_conflict",
+        409,
+        "The rewind exists with other content",
+        "Choose another rewind id, or send what it was made with.",
+    ),
+    ProblemCode(
+        "beyond_retention",
+        409,
+        "The commit lies further back than the run keeps",
+        "Rewind to one of the last rewind_commits commits, or begin another run from the checkpoint.",
+    ),
+    ProblemCode(
+        "group_held",
+        409,
+        "An update holds or has consumed members of the group",
+        "Rescore before the reservation, or after the update was aborted or rewound.",
+    ),
+    ProblemCode(
+        "ruleset_conflict",
+        409,
+        "The update would mix rulesets",
+        "The run has mix_rulesets off: name only groups of the ruleset that the update already holds.",
+    ),
+    ProblemCode("group_unknown", 404, "No such group", "Check the group id."),
+    ProblemCode(
+        "storage_full",
+        429,
+        "The run's storage limit is reached",
+        "Wait as Retry-After says and send the same again; nothing of it was stored. Retention frees space.",
+    ),
     # size, shape, storage
     ProblemCode("too_large", 413, "The request is too large", "Send fewer items in one call."),
     ProblemCode(

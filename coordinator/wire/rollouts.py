@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Base64Bytes, Field, model_validator
 
 from coordinator.wire.base import Identifier, Label, Message, Name, Sha256, Version, WireModel
 from coordinator.wire.runs import GenerationContract
@@ -19,6 +19,15 @@ State = Literal[
     "reward_failed",
     "quarantined",
     "offline",
+]
+RewardOutcome = Literal[
+    "stored",
+    "recorded_failure",
+    "duplicate",
+    "conflict",
+    "missing_rollout",
+    "ruleset_conflict",
+    "rejected",
 ]
 Index = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
 
@@ -43,8 +52,19 @@ class Generation(WireModel):
     engine_version: Label | None = None
 
 
+class ArrivalReward(WireModel):
+    """A reward under a named ruleset. A timeout or an error has no value, never 0.0."""
+
+    status: Literal["ok", "timeout", "error"]
+    value: float | None = None
+    components: dict[Label, float] | None = None
+    ruleset_id: Identifier
+    ruleset_hash: Sha256
+    message: Message | None = None
+
+
 class RolloutIdentity(WireModel):
-    """Everything that a rollout carries but its tokens."""
+    """Everything that a rollout carries but its tokens and its side data."""
 
     rollout_id: Identifier
     task_id: Identifier
@@ -58,6 +78,23 @@ class RolloutIdentity(WireModel):
     incarnation: Identifier
     contract: GenerationContract
     generation: Generation = Generation()
+    side_data_digest: Sha256 | None = Field(None, description="of side_data; given exactly when that is")
+    row_starts: tuple[Index, ...] = Field(
+        (0,),
+        min_length=1,
+        max_length=10_000,
+        description="where each training row begins; a rollout that rewrites its context holds several, end to end",
+    )
+    reward: ArrivalReward | None = Field(None, description="only where the run has reward_on_arrival")
+
+    def hashed(self) -> dict[str, Any]:
+        """What takes part in the content hash: all but the reward, and nothing for what was left out."""
+        fields = self.model_dump(mode="json", exclude={"reward"})
+        if self.side_data_digest is None:
+            del fields["side_data_digest"]
+        if self.row_starts == (0,):
+            del fields["row_starts"]
+        return fields
 
 
 class Rollout(RolloutIdentity):
@@ -70,6 +107,7 @@ class Rollout(RolloutIdentity):
     token_ids: list[Annotated[int, Field(strict=True, ge=-(2**31), le=2**31 - 1)]] = Field(min_length=1)
     action_mask: list[Annotated[bool, Field(strict=True)]]
     behavior_log_probs: list[float | None]
+    side_data: Base64Bytes | None = Field(None, description="one opaque blob, in base64: routed experts, image refs")
 
 
 class RolloutBatch(WireModel):
@@ -90,6 +128,7 @@ class ArrivalVerdict(WireModel):
     revision: int | None = None
     reason: str | None = None
     detail: str | None = None
+    reward: RewardOutcome | None = Field(None, description="what became of the reward that came with it")
 
 
 class ArrivalAnswer(WireModel):
@@ -98,16 +137,10 @@ class ArrivalAnswer(WireModel):
     verdicts: list[ArrivalVerdict]
 
 
-class Reward(WireModel):
+class Reward(ArrivalReward):
     """A reward for one rollout under a named ruleset. A timeout or an error has no value, never 0.0."""
 
     rollout_id: Identifier
-    status: Literal["ok", "timeout", "error"]
-    value: float | None = None
-    components: dict[Label, float] | None = None
-    ruleset_id: Identifier
-    ruleset_hash: Sha256
-    message: Message | None = None
 
 
 class RewardBatch(WireModel):
@@ -120,15 +153,7 @@ class RewardVerdict(WireModel):
     """What became of one reward."""
 
     rollout_id: str
-    verdict: Literal[
-        "stored",
-        "recorded_failure",
-        "duplicate",
-        "conflict",
-        "missing_rollout",
-        "ruleset_conflict",
-        "rejected",
-    ]
+    verdict: RewardOutcome
     state: State | None = None
     revision: int | None = None
     detail: str | None = None
@@ -138,6 +163,89 @@ class RewardAnswer(WireModel):
     """One verdict for each reward, in the order sent."""
 
     verdicts: list[RewardVerdict]
+
+
+class RescoredReward(WireModel):
+    """The new reward of one member: a finite value, or components whose sum it is."""
+
+    rollout_id: Identifier
+    value: float | None = None
+    components: dict[Label, float] | None = None
+
+
+class Rescore(WireModel):
+    """Replaces the rewards of a whole group that no update holds. Names every rewarded member."""
+
+    group_id: Identifier
+    ruleset_id: Identifier
+    ruleset_hash: Sha256
+    rewards: list[RescoredReward] = Field(min_length=1, max_length=4096)
+
+
+class RescoreVerdict(WireModel):
+    """What became of one member's reward."""
+
+    rollout_id: str
+    verdict: Literal["rescored", "duplicate"]
+    state: State
+    revision: int
+
+
+class RescoreAnswer(WireModel):
+    """One verdict for each member, in the order sent."""
+
+    verdicts: list[RescoreVerdict]
+
+
+class GenerationFailure(WireModel):
+    """An attempt at a rollout that gave no tokens. It settles its member of the group at the last attempt."""
+
+    rollout_id: Identifier
+    task_id: Identifier
+    task_source: Identifier
+    group_id: Identifier
+    sample_index: Index
+    attempt: Index = 0
+    worker_id: Name
+    incarnation: Identifier
+    kind: Label = Field("error", min_length=1, description="timeout, out_of_memory, aborted: the reporter's word")
+    message: Message
+
+
+class GenerationFailureBatch(WireModel):
+    """Failed attempts; each is answered by itself."""
+
+    failures: list[GenerationFailure] = Field(min_length=1, max_length=4096)
+
+
+class Release(WireModel):
+    """What to release from quarantine: by id, or everything that one update quarantined for one reason."""
+
+    rollout_ids: list[Identifier] | None = Field(None, min_length=1, max_length=4096)
+    update_id: Identifier | None = None
+    reason: Label | None = None
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Release:
+        if (self.rollout_ids is None) == (self.update_id is None) or (self.update_id is None) != (self.reason is None):
+            raise ValueError("send rollout_ids, or update_id and reason")
+        return self
+
+
+class ReleaseVerdict(WireModel):
+    """What became of one rollout. `stays`: an arrival check still refuses it, for `reason`."""
+
+    rollout_id: str
+    verdict: Literal["released", "set_aside", "stays", "not_releasable", "missing_rollout"]
+    state: State | None = None
+    revision: int | None = None
+    reason: str | None = None
+
+
+class ReleaseAnswer(WireModel):
+    """One verdict for each rollout, sorted by id; siblings that were released with a refused member included."""
+
+    verdicts: list[ReleaseVerdict]
 
 
 class RolloutView(WireModel):
@@ -158,6 +266,9 @@ class RolloutView(WireModel):
     spans: tuple[Span, ...]
     tokens: int
     action_tokens: int
+    contract_hash: Sha256 | None = Field(description="none where the generation failed")
+    row_starts: tuple[int, ...]
+    side_data_digest: Sha256 | None
     reward: float | None
     reward_status: Literal["ok", "timeout", "error"] | None
     ruleset_id: str | None
@@ -190,6 +301,19 @@ class Transition(WireModel):
     at: datetime
 
 
+class AuditEntry(Transition):
+    """One change of one rollout's state."""
+
+    rollout_id: str
+
+
+class Audit(WireModel):
+    """Changes of rollouts, oldest first; `next_after` continues, none: nothing newer is settled yet."""
+
+    entries: list[AuditEntry]
+    next_after: str | None
+
+
 class RolloutHistory(WireModel):
     """Every change of a rollout's state, oldest first."""
 
@@ -204,3 +328,19 @@ class RolloutEvidence(WireModel):
     token_ids: list[int]
     action_mask: list[bool]
     behavior_log_probs: list[float | None]
+    row_starts: tuple[int, ...]
+    side_data: str | None = Field(None, description="in base64")
+    side_data_digest: Sha256 | None = None
+
+
+class EvidenceRequest(WireModel):
+    """The rollouts whose tokens are wanted."""
+
+    rollout_ids: list[Identifier] = Field(min_length=1, max_length=4096)
+
+
+class EvidenceAnswer(WireModel):
+    """The tokens of those that are stored, in the order asked; `missing` have no tokens here, or no more."""
+
+    rollouts: list[RolloutEvidence]
+    missing: list[str]

@@ -12,6 +12,7 @@ from coordinator.wire.policies import BaseModelIdentity, PolicyRef
 
 Gate = Literal["enforce", "observe"]
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
+Retention = Annotated[float, Field(gt=0, le=10 * 366 * 24 * 3600)]
 
 
 class RunSettings(WireModel):
@@ -41,6 +42,23 @@ class RunSettings(WireModel):
     required_caches: tuple[Label, ...] = Field((), description="caches that every ack must say it reset")
     activation: Literal["last_ack", "by_hand"] = Field("last_ack", description="what makes the switch")
     on_expiry: Literal["release", "quarantine"] = Field("release", description="what an expired lease does")
+    other_contract: Literal["reject", "keep_apart"] = Field(
+        "reject", description="keep_apart: rollouts of another generation contract are stored under their own hash"
+    )
+    mix_rulesets: bool = Field(True, strict=True, description="false: an update holds rewards of one ruleset only")
+    reward_on_arrival: bool = Field(False, strict=True, description="a worker may send the reward with the rollout")
+    storage_limit_bytes: int | None = Field(
+        None, strict=True, ge=1, le=2**62, description="stored evidence beyond which arrivals are answered 429"
+    )
+    evidence_retention_seconds: Retention | None = Field(
+        None, description="how long what is consumed, quarantined or offline keeps its tokens; none: for ever"
+    )
+    rollout_retention_seconds: Retention | None = Field(
+        None, description="how long it keeps its row, before only the tombstone of its id is left; none: for ever"
+    )
+    rewind_commits: int = Field(
+        100, strict=True, ge=0, le=1_000_000, description="commits back that a rewind may go, kept from retention"
+    )
     update_lease_seconds: Seconds = 120
     hold_seconds: Seconds = 60
     heartbeat_seconds: Seconds = 15
@@ -55,6 +73,9 @@ class RunSettings(WireModel):
         size = self.group_size or 1
         if isinstance(self.min_usable, int) and not 1 <= self.min_usable <= size:
             raise ValueError(f"min_usable must be between 1 and the group size {size}")
+        rows, evidence = self.rollout_retention_seconds, self.evidence_retention_seconds
+        if rows is not None and evidence is not None and evidence > rows:
+            raise ValueError("evidence_retention_seconds must not be longer than rollout_retention_seconds")
         return self
 
     @property
@@ -120,6 +141,7 @@ class RunCounts(WireModel):
     """How many rollouts are in each state."""
 
     rollouts: dict[str, int]
+    evidence_bytes: int = Field(description="bytes of stored tokens, masks, log-probs and side data")
 
 
 class JournalEntry(WireModel):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from coordinator.wire.base import Count, Identifier, Sha256, Version, WireModel
 
@@ -48,8 +48,26 @@ class CandidatesRequest(WireModel):
     """Asks for whole groups that this update could reserve, and holds them for it."""
 
     owner: Owner
-    groups: int = Field(strict=True, ge=1, le=4096)
-    wait_seconds: float = Field(0, ge=0, le=3600, description="how long to wait for that many groups")
+    groups: int | None = Field(None, strict=True, ge=1, le=4096, description="how many whole groups")
+    rollouts: int | None = Field(
+        None, strict=True, ge=1, le=16_384, description="in place of groups: whole groups until this many are reached"
+    )
+    wait_seconds: float = Field(0, ge=0, le=3600, description="how long to wait for that many")
+    reserve: bool = Field(
+        False,
+        strict=True,
+        description="bind them in this call; for runs with drift_gate off. What the update already holds comes first, "
+        "so that the call may be sent again",
+    )
+    after_commit_no: Count | None = Field(None, description="with reserve: the last commit that the weights contain")
+
+    @model_validator(mode="after")
+    def _one_measure(self) -> CandidatesRequest:
+        if (self.groups is None) == (self.rollouts is None):
+            raise ValueError("send groups or rollouts, one of the two")
+        if self.reserve != (self.after_commit_no is not None):
+            raise ValueError("reserve needs after_commit_no, and the other way round")
+        return self
 
 
 class CandidateRollout(WireModel):
@@ -59,46 +77,33 @@ class CandidateRollout(WireModel):
     revision: int
     group_id: str
     task_id: str
+    task_source: str
     sample_index: int
+    attempt: int
     policy_version: int = Field(description="of the oldest action token")
     lag: int
     reward: float
     token_ids: list[int]
     action_mask: list[bool]
     behavior_log_probs: list[float | None]
+    row_starts: list[int]
+    side_data: str | None = Field(description="in base64")
 
 
 class EmptyReason(WireModel):
     """Why no candidate was there, and since when."""
 
-    reason: Literal["no_live_producers", "nothing_rewarded", "all_stale", "held_by_others", "groups_incomplete"]
+    reason: Literal[
+        "no_live_producers",
+        "nothing_rewarded",
+        "all_stale",
+        "held_by_others",
+        "groups_incomplete",
+        "ahead_of_update",
+        "other_contract",
+        "other_ruleset",
+    ]
     since: datetime | None
-
-
-class Candidates(WireModel):
-    """Whole groups, the oldest admissible first; `empty` says why there is none."""
-
-    rollouts: list[CandidateRollout]
-    groups: list[str]
-    empty: EmptyReason | None
-
-
-class ReserveItem(WireModel):
-    """One rollout to bind: the revision seen, and the current policy's log-probs, as long as token_ids."""
-
-    rollout_id: Identifier
-    revision: Count
-    current_log_probs: list[float | None] | None = None
-    use: str | None = Field(None, max_length=100, description="kept for lineage: chosen, rejected, a pair id")
-
-
-class ReserveRequest(WireModel):
-    """Rollouts to bind to this update. Names every rewarded member of each group."""
-
-    owner: Owner
-    after_commit_no: Count = Field(description="the last commit that the weights contain; 0: none")
-    confirm_drift: bool = False
-    rollouts: list[ReserveItem] = Field(min_length=1, max_length=16_384)
 
 
 class ReserveVerdict(WireModel):
@@ -125,6 +130,34 @@ class ReserveVerdict(WireModel):
     lag: int | None
     drift: float | None
     would_refuse: str | None = None
+
+
+class Candidates(WireModel):
+    """Whole groups, the oldest admissible first; `empty` says why there is none."""
+
+    rollouts: list[CandidateRollout]
+    groups: list[str]
+    empty: EmptyReason | None
+    contract_hash: Sha256 | None = Field(None, description="of the one generation contract that all of them share")
+    reserved: list[ReserveVerdict] | None = Field(None, description="with reserve: one verdict for each, in order")
+
+
+class ReserveItem(WireModel):
+    """One rollout to bind: the revision seen, and the current policy's log-probs, as long as token_ids."""
+
+    rollout_id: Identifier
+    revision: Count
+    current_log_probs: list[float | None] | None = None
+    use: str | None = Field(None, max_length=100, description="kept for lineage: chosen, rejected, a pair id")
+
+
+class ReserveRequest(WireModel):
+    """Rollouts to bind to this update. Names every rewarded member of each group."""
+
+    owner: Owner
+    after_commit_no: Count = Field(description="the last commit that the weights contain; 0: none")
+    confirm_drift: bool = False
+    rollouts: list[ReserveItem] = Field(min_length=1, max_length=16_384)
 
 
 class GroupVerdict(WireModel):
@@ -187,13 +220,18 @@ class LineageMember(WireModel):
     use: str | None
     revision: int
     policies: tuple[LineageSpan, ...]
-    worker_id: str
-    incarnation: str
+    worker_id: str | None = Field(description="none once retention left only the rollout's id")
+    incarnation: str | None
     ruleset_id: str | None
     ruleset_hash: str | None
     reward: float | None
     lag: int
-    drift: float | None
+    drift: float | None = Field(description="mean |d log-prob| over action tokens")
+    drift_max: float | None = Field(description="greatest |d log-prob|")
+    drift_k3: float | None = Field(description="the k3 estimate of KL(behaviour, current)")
+    drift_outside_share: float | None = Field(description="share of probability ratios outside [0.5, 2]")
+    drift_sample_size: float | None = Field(description="effective sample size of the ratios, normalised to (0, 1]")
+    would_refuse: str | None = Field(description="what a gate on observe would have refused it for")
 
 
 class LineageRefusal(WireModel):
@@ -213,3 +251,19 @@ class Lineage(WireModel):
     members: list[LineageMember]
     refusals: list[LineageRefusal]
     made_versions: list[int] = Field(description="policy versions that name this update")
+
+
+class LineageUse(WireModel):
+    """One update that bound rollouts of what was asked for."""
+
+    update_id: str
+    state: Literal["open", "committed", "rewound"]
+    commit_no: int | None
+    policy_version: int
+    rollouts: int
+
+
+class LineageUses(WireModel):
+    """Updates, oldest first."""
+
+    uses: list[LineageUse]

@@ -3,8 +3,16 @@
 from sqlalchemy import text
 
 _COLUMNS = """
-    worker_id, incarnation, draining, fenced_reason, suspect_reason, engine, engine_version, registered_at,
+    worker_id, incarnation, draining, fenced_reason, engine, engine_version, registered_at,
     heartbeat_at, deregistered_at,
+    (SELECT CASE
+        WHEN d.n >= 8 AND d.total / d.n > 0.1
+            THEN format('mean drift %s over %s fresh rollouts', round(CAST(d.total / d.n AS numeric), 4), d.n)
+        WHEN j.n >= 10 THEN format('%s rollouts rejected, last: %s', j.n, j.last_detail) END
+     FROM (SELECT sum(n) AS n, (array_agg(last_detail ORDER BY last_at DESC))[1] AS last_detail FROM rejections
+           WHERE run_no = workers.run_no AND worker_id = workers.worker_id AND incarnation = workers.incarnation) AS j
+     LEFT JOIN worker_drift d ON d.run_no = workers.run_no AND d.worker_id = workers.worker_id
+        AND d.incarnation = workers.incarnation) AS suspect_reason,
     heartbeat_at <= clock_timestamp() - make_interval(secs => :lost_after_seconds) AS lost
 """
 
@@ -13,7 +21,7 @@ REGISTER = text("""
     VALUES (:run_no, :worker_id, :incarnation, :engine, :engine_version)
     ON CONFLICT (run_no, worker_id) DO UPDATE SET
         incarnation = EXCLUDED.incarnation, engine = EXCLUDED.engine, engine_version = EXCLUDED.engine_version,
-        draining = false, fenced_reason = NULL, suspect_reason = NULL, registered_at = clock_timestamp(),
+        draining = false, fenced_reason = NULL, registered_at = clock_timestamp(),
         heartbeat_at = clock_timestamp(), deregistered_at = NULL
 """)
 

@@ -36,6 +36,10 @@ HOSTILE = {
 MARK = "@@here@@"
 ARROW = {"content-type": ARROW_MEDIA_TYPE}
 ALIVE = {"incarnation": "w-1"}
+FAILURE = {
+    "rollout_id": "failed", "task_id": "t", "task_source": "s", "group_id": "f", "sample_index": 0, "attempt": 0,
+    "worker_id": "w", "incarnation": "w-1", "kind": "timeout", "message": "m",
+}  # fmt: skip
 
 
 def bodies(ledger: Ledger) -> dict[tuple[str, str], Json]:
@@ -75,6 +79,16 @@ def bodies(ledger: Ledger) -> dict[tuple[str, str], Json]:
         ("POST", "/v1/runs/{run_id}/activations/{activation_id}/give-up"): {"reason": "r"},
         ("POST", "/v1/runs/{run_id}/rollouts"): {
             "rollouts": [ledger.rollout("new", "h", spans=[span], generation=generation)]
+        },
+        ("POST", "/v1/runs/{run_id}/rollouts/failures"): {"failures": [FAILURE]},
+        ("POST", "/v1/runs/{run_id}/rollouts/release"): {"rollout_ids": ["g:0"]},
+        ("POST", "/v1/runs/{run_id}/rollouts/evidence"): {"rollout_ids": ["g:0"]},
+        ("POST", "/v1/runs/{run_id}/rewards/rescore"): {
+            "group_id": "g", "ruleset_id": "rules", "ruleset_hash": H,
+            "rewards": [{"rollout_id": "g:0", "value": 1.0}, {"rollout_id": "g:1", "components": {"a": 1.0}}],
+        },
+        ("PUT", "/v1/runs/{run_id}/rewinds/{rewind_id}"): {
+            "to_commit_no": 0, "consumed": "release", "reason": "r", "restoring_version": 9,
         },
         ("POST", "/v1/runs/{run_id}/rewards"): {
             "rewards": [reward | {"value": 1.0}, reward | {"components": {"a": 1.0, "b": 1.7e308}}]
@@ -135,7 +149,9 @@ async def test_no_value_of_any_body_is_a_fault_of_the_server(ledger: Ledger) -> 
     ok(await ledger.prepare(1, 0))
     ok(await ledger.activation(1))
     for (method, template), good in bodies(ledger).items():
-        path = template.format(run_id="run", worker_id="w", version=1, activation_id="act-1", update_id="u")
+        path = template.format(
+            run_id="run", worker_id="w", version=1, activation_id="act-1", update_id="u", rewind_id="r"
+        )
         ok(await ledger.open())
         for spoilt in spoiled(good):
             document = json.dumps(spoilt)

@@ -28,7 +28,7 @@ from coordinator.wire.columns import (
     rollout_columns,
 )
 from coordinator.wire.rollouts import Rollout
-from coordinator.wire.updates import EmptyReason, ReserveRequest
+from coordinator.wire.updates import EmptyReason, ReserveRequest, ReserveVerdict
 
 HASH = "a" * 64
 CONTRACT = {
@@ -138,9 +138,10 @@ def test_a_reservation_in_arrow_has_the_limits_of_one_in_json() -> None:
 def test_candidates_come_back_as_they_went() -> None:
     empty = EmptyReason(reason="nothing_rewarded", since=None)
     sent = CandidateColumns(
-        ["a"], [1], ["g"], ["t"], [0], [2], [1], [0.25],
+        ["a"], [1], ["g"], ["t"], ["s"], [0], [1], [2], [1], [0.25],
         ragged([[5, 6]], np.int64), ragged([[False, True]], np.bool_), ragged([[np.nan, -1.5]], np.float32),
-        ["g"], empty,
+        [[0]], [b"\x00\xff"], ["g"], empty, "a" * 64,
+        [ReserveVerdict(rollout_id="a", verdict="reserved", state="reserved", revision=2, lag=1, drift=None)],
     )  # fmt: skip
     received = decode_candidates(encode_candidates(sent))
     assert received.to_model() == sent.to_model()

@@ -1,0 +1,81 @@
+"""Restoring: an earlier durable artifact comes back under a new version number."""
+
+from __future__ import annotations
+
+import json
+
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from coordinator.errors import Refusal
+from coordinator.operations.access import Caller
+from coordinator.operations.journal import record_event
+from coordinator.policies import queries
+from coordinator.policies.service import find_version
+from coordinator.runs.service import Run
+from coordinator.wire.policies import PolicyView
+
+# The nearest ancestor of the active version that was committed, leaves files behind, and is not withdrawn.
+RESTORABLE = text("""
+    WITH RECURSIVE ancestor AS (
+        SELECT v.version, v.parent_version, 0 AS distance FROM policy_versions v
+        WHERE v.run_no = :run_no AND v.version = :version
+        UNION ALL
+        SELECT v.version, v.parent_version, a.distance + 1 FROM policy_versions v
+        JOIN ancestor a ON v.version = a.parent_version
+        WHERE v.run_no = :run_no
+    )
+    SELECT v.version FROM policy_versions v JOIN ancestor a USING (version)
+    WHERE v.run_no = :run_no AND v.kind <> 'stream' AND v.committed_at IS NOT NULL
+      AND v.state NOT IN ('withdrawn', 'abandoned')
+    ORDER BY a.distance LIMIT 1
+""")
+
+
+async def find(connection: AsyncConnection, run: Run, version: int) -> PolicyView:
+    """A version as it stands now."""
+    return await find_version(connection, run.run_no, version)
+
+
+async def prepare_restoring(
+    connection: AsyncConnection, run: Run, number: int | None, caller: Caller
+) -> PolicyView | None:
+    """Prepares a version with the artifact and the lag clock of the nearest restorable ancestor; None: there is none.
+
+    Its files lie in the artifact store already. The run's lock is held.
+    """
+    keys = {"run_no": run.run_no}
+    ancestor = await connection.scalar(RESTORABLE, keys | {"version": run.active.version})
+    if ancestor is None:
+        return None
+    restored = await find_version(connection, run.run_no, ancestor)
+    newest: int = (await connection.execute(queries.NEWEST_VERSION, keys)).scalar_one()
+    if number is not None and number <= newest:
+        raise Refusal("non_monotonic_version", f"the newest version is {newest}; {number} is not greater")
+    version = newest + 1 if number is None else number
+    await connection.execute(
+        queries.INSERT_VERSION,
+        keys
+        | {
+            "version": version,
+            "artifact_hash": restored.artifact_hash,
+            "kind": restored.kind,
+            "parent_version": ancestor,
+            "lag_clock": restored.lag_clock,
+            "base_model": json.dumps(restored.base_model.model_dump()),
+            "files": json.dumps([file.model_dump() for file in restored.files]),
+            "updates": [],
+        },
+    )
+    await record_event(
+        connection,
+        run.run_no,
+        "policy.prepared",
+        str(version),
+        caller.actor,
+        artifact_hash=restored.artifact_hash,
+        parent_version=ancestor,
+        updates=[],
+        restores=ancestor,
+    )
+    return await find_version(connection, run.run_no, version)

@@ -1,0 +1,51 @@
+"""Rewinds: the line of commits goes back to a restored checkpoint."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Literal
+
+from pydantic import Field
+
+from coordinator.wire.base import Count, Message, Version, WireModel
+from coordinator.wire.policies import PolicyView
+
+
+class Rewind(WireModel):
+    """Goes back to the commit that a restored checkpoint contains."""
+
+    to_commit_no: Count = Field(description="the last surviving commit; 0: none survives")
+    consumed: Literal["release", "spent"] = Field(
+        "release", description="what later updates had consumed: released to be used again, or left as spent"
+    )
+    reason: Message = Field(min_length=1)
+    restoring_version: Version | None = Field(
+        None, description="the number for a restoring version, should one be needed; left out: the next one"
+    )
+
+
+class RewindView(WireModel):
+    """What a rewind came to."""
+
+    rewind_id: str
+    to_commit_no: int
+    consumed: Literal["release", "spent"]
+    reason: str
+    actor: str
+    at: datetime
+    rewound_updates: list[str] = Field(description="commits that no longer are on the line")
+    fenced_updates: list[str] = Field(description="updates that were open")
+    withdrawn_versions: list[int] = Field(description="versions that the rewound updates led to")
+    released: int = Field(description="rollouts that came back from consumed, offline or quarantined")
+    restoring: PolicyView | None = Field(
+        None, description="prepared when the active version was withdrawn: open its activation"
+    )
+    no_restorable_version: bool = Field(
+        False, description="the active version was withdrawn and no durable ancestor is left: prepare the next version"
+    )
+
+
+class RewindList(WireModel):
+    """Rewinds, oldest first."""
+
+    rewinds: list[RewindView]
