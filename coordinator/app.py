@@ -21,6 +21,7 @@ from coordinator.storage.artifacts import ArtifactStore
 from coordinator.storage.changes import Changes
 from coordinator.storage.database import Database, check_durability
 from coordinator.storage.migrations import check_schema
+from coordinator.storage.notices import Notices
 from coordinator.tokens.endpoints import router as tokens
 from coordinator.updates.endpoints import line, rewinds
 from coordinator.updates.endpoints import router as updates
@@ -45,13 +46,17 @@ def create_app(database: Database, artifacts: Path, max_body_bytes: int = 64 * 2
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await check_durability(database)
         await check_schema(database)
-        sweeper = asyncio.create_task(clocks.run(database, app.state.changes))
+        changes = app.state.changes
+        tasks = [
+            asyncio.create_task(work) for work in (clocks.run(database, changes), Notices(database, changes).run())
+        ]
         try:
             yield
         finally:
-            sweeper.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await sweeper
+            for task in tasks:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
             await database.close()
 
     app = FastAPI(

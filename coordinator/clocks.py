@@ -8,10 +8,12 @@ import logging
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from coordinator.errors import is_connection_fault
 from coordinator.policies import activation
 from coordinator.policies import queries as policy_queries
 from coordinator.storage.changes import Changes
 from coordinator.storage.database import Database
+from coordinator.storage.outage import Outage
 from coordinator.updates import queries as update_queries
 from coordinator.updates import service as updates
 from coordinator.workers import queries as worker_queries
@@ -46,10 +48,16 @@ async def sweep(database: Database, changes: Changes) -> None:
 
 
 async def run(database: Database, changes: Changes) -> None:
-    """Sweeps until it is cancelled. A fault is logged and the next round tries again."""
+    """Sweeps until it is cancelled. A fault is logged, an absent database once, and the next round tries again."""
+    outage = Outage(log, "and leases and deadlines that end meanwhile are tidied up later")
     while True:
         try:
             await sweep(database, changes)
-        except Exception:  # whatever broke one round must not end all later ones
-            log.exception("a sweep failed; the next one follows in %g s", EVERY_SECONDS)
+        except Exception as error:  # whatever broke one round must not end all later ones
+            if is_connection_fault(error):
+                outage.begins(error)
+            else:
+                log.exception("a sweep failed; the next one follows in %g s", EVERY_SECONDS)
+        else:
+            outage.ends()
         await asyncio.sleep(EVERY_SECONDS)

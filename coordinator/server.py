@@ -19,6 +19,7 @@ from coordinator.settings import Settings
 from coordinator.storage.database import check_durability, connect
 from coordinator.storage.migrations import check_schema, upgrade
 from coordinator.storage.postgres import EmbeddedPostgres
+from coordinator.storage.postgres_keeper import kept_running
 from coordinator.tokens import service as tokens
 
 Say = Callable[[str], None]
@@ -34,12 +35,8 @@ def database_url(settings: Settings, say: Say) -> Iterator[str]:
     if settings.database_url is not None:
         yield settings.database_url.get_secret_value()
         return
-    embedded = EmbeddedPostgres(settings.data / "postgres", progress=say)
-    url = embedded.start()
-    try:
+    with kept_running(EmbeddedPostgres(settings.data / "postgres", progress=say), say) as url:
         yield url
-    finally:
-        embedded.stop()
 
 
 def _is_loopback(host: str) -> bool:

@@ -117,8 +117,9 @@ class EmbeddedPostgres:
 
         The URL (``postgresql+asyncpg://...``) names the database ``coordinator``; its role is a superuser of
         the cluster. The URL stays the same over restarts unless another program took the port. Calling again
-        returns it, and starts the server anew if it has died. Blocks: some 3 s for a new cluster, 0.1 s for
-        an old one, longer while a log is replayed.
+        returns it, and starts the server anew if it has died: the same cluster on the same port, since whoever
+        was given the URL cannot follow. Blocks: some 3 s for a new cluster, 0.1 s for an old one, longer while
+        a log is replayed or processes of the server that died still run.
 
         Raises EmbeddedPostgresError.
         """
@@ -142,6 +143,20 @@ class EmbeddedPostgres:
                     f"no Postgres in {self.folder}: {' '.join(str(error).split())}; set DATABASE_URL instead"
                 ) from error
             return self._url
+
+    def has_died(self) -> bool:
+        """Whether the server that `start` gave the URL of runs no more, whoever owned it. Call it after `start`."""
+        process = self._process
+        if process is not None and self._owner_pid == os.getpid():
+            return process.poll() is not None
+        try:
+            lock = self._try_lock()
+        except FileNotFoundError:
+            return True
+        if lock is None:
+            return False
+        os.close(lock)
+        return True
 
     def stop(self) -> None:
         """Shut the server down and wait for it, if this process owns it; otherwise do nothing.
@@ -230,6 +245,10 @@ class EmbeddedPostgres:
     def _own(self, lock: int, installed: Path, account: Account | None) -> None:
         data = self.home / "data"
         fresh = not (data / "initialised").exists()
+        if fresh and self._url:
+            raise EmbeddedPostgresError(
+                f"the cluster that ran in {data} is gone: bring it back, or start the coordinator again on a new one"
+            )
         free = shutil.disk_usage(self.home).free
         needed = _NEW_CLUSTER_BYTES if fresh else _OLD_CLUSTER_BYTES
         if free < needed:
@@ -349,6 +368,11 @@ class EmbeddedPostgres:
         old = self._remembered_port()
         if old is not None and _is_free(old):
             return old
+        if old is not None and self._url:
+            raise EmbeddedPostgresError(
+                f"port {old} was taken by another program while Postgres was down: end that program, or start the"
+                " coordinator again to move Postgres to another port"
+            )
         new = next(filter(_is_free, random.sample(_PORTS, 100)), None)
         if new is None:
             raise EmbeddedPostgresError(
