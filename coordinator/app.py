@@ -14,6 +14,7 @@ from sqlalchemy import text
 from coordinator import clocks, errors
 from coordinator.body import BodyLimit
 from coordinator.diagnosis import router as diagnosis
+from coordinator.policies import activation
 from coordinator.policies.endpoints import router as policies
 from coordinator.rollouts.endpoints import router as rollouts
 from coordinator.runs.endpoints import router as runs
@@ -22,9 +23,11 @@ from coordinator.storage.changes import Changes
 from coordinator.storage.database import Database, check_durability
 from coordinator.storage.migrations import check_schema
 from coordinator.storage.notices import Notices
+from coordinator.storage.watchers import Watchers
 from coordinator.tokens.endpoints import router as tokens
 from coordinator.updates.endpoints import line, rewinds
 from coordinator.updates.endpoints import router as updates
+from coordinator.wire.policies import Watch
 from coordinator.wire.rollouts import Rollout
 from coordinator.wire.updates import ReserveItem
 from coordinator.workers.endpoints import router as workers
@@ -42,11 +45,15 @@ stable `code` and a `next_step`.
 def create_app(database: Database, artifacts: Path, max_body_bytes: int = 64 * 2**20) -> FastAPI:
     """The application over this database and artifact folder. It closes the database when it ends."""
 
+    async def watch(run_id: str) -> Watch:
+        return await database.transaction(activation.watch, run_id)
+
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await check_durability(database)
         await check_schema(database)
         changes = app.state.changes
+        app.state.watchers = Watchers(changes, watch)
         tasks = [
             asyncio.create_task(work) for work in (clocks.run(database, changes), Notices(database, changes).run())
         ]

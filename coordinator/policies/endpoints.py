@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response, status
@@ -13,6 +12,7 @@ from coordinator.operations.access import Anyone, ChangesHere, DatabaseHere, Tra
 from coordinator.policies import activation, service
 from coordinator.runs.service import get_run
 from coordinator.storage.artifacts import ArtifactStore
+from coordinator.storage.watchers import Watchers
 from coordinator.wire.policies import (
     ActivationList,
     ActivationVerdict,
@@ -33,7 +33,13 @@ def store_of(request: Request) -> ArtifactStore:
     return cast(ArtifactStore, request.app.state.artifacts)
 
 
+def watchers_of(request: Request) -> Watchers[Watch]:
+    """Those who watch the runs of this app."""
+    return cast(Watchers[Watch], request.app.state.watchers)
+
+
 Store = Annotated[ArtifactStore, Depends(store_of)]
+WatchersHere = Annotated[Watchers[Watch], Depends(watchers_of)]
 VersionPath = Annotated[int, Path(ge=0, le=2**31 - 1)]
 UPLOAD: dict[str, Any] = {
     "requestBody": {
@@ -227,17 +233,11 @@ async def watch(
     run_id: str,
     caller: Anyone,
     database: DatabaseHere,
-    changes: ChangesHere,
+    watchers: WatchersHere,
     after: Annotated[int, Query(ge=-1, le=2**62, description="the event_no seen last; -1: answer at once")] = -1,
     wait_seconds: Annotated[float, Query(ge=0, le=3600)] = 0,
 ) -> Watch:
     """The active version and the candidate; waits until the run has an event newer than `after`."""
     run = await database.transaction(get_run, run_id)
-    loop = asyncio.get_running_loop()
-    end = loop.time() + min(wait_seconds, run.settings.longest_wait_seconds)
-    while True:
-        view = await database.transaction(activation.watch, run_id)
-        left = end - loop.time()
-        if view.event_no > after or left <= 0:
-            return view
-        await changes.wait(run_id, left)
+    seconds = min(wait_seconds, run.settings.longest_wait_seconds)
+    return await watchers.answer(run_id, lambda view: view.event_no > after, seconds)

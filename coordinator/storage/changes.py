@@ -97,11 +97,6 @@ class Changes:
         self._followers[run_id].add(follower)
         return follower
 
-    async def wait(self, run_id: str, seconds: float) -> None:
-        """Returns when the run is announced from now on, when it is time to ask again, or after `seconds`."""
-        with self.follow(run_id) as follower:
-            await follower.next(seconds)
-
     def _wake(self, run_id: str) -> None:
         self._resting[run_id] = False
         asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._rested, run_id)

@@ -195,13 +195,14 @@ async def get_candidates(
     run = await database.transaction(get_run, run_id)
     loop = asyncio.get_running_loop()
     end = loop.time() + min(body.wait_seconds, run.settings.longest_wait_seconds)
-    while True:
-        await _tidy(database, run_id)
-        offer = await database.transaction(candidates.hold, run_id, update_id, body, caller)
-        left = end - loop.time()
-        if offer.meets(body) or left <= 0:
-            break
-        await changes.wait(run_id, left)
+    with changes.follow(run_id) as follower:
+        while True:
+            await _tidy(database, run_id)
+            offer = await database.transaction(candidates.hold, run_id, update_id, body, caller)
+            left = end - loop.time()
+            if offer.meets(body) or left <= 0:
+                break
+            await follower.next(left)
     columns = await asyncio.to_thread(candidates.columns, offer)
     if ARROW_MEDIA_TYPE in request.headers.get("accept", ""):
         return Response(await asyncio.to_thread(encode_candidates, columns), media_type=ARROW_MEDIA_TYPE)

@@ -40,8 +40,9 @@ async def test_what_is_announced_while_a_follower_asks_is_not_lost(changes: Chan
 
 
 async def test_without_an_announcement_the_poll_or_the_end_of_the_wait_returns(changes: Changes) -> None:
-    await asyncio.wait_for(changes.wait("a", 0.01), 10)
-    await asyncio.wait_for(Changes(poll_seconds=0.01).wait("a", NEVER), 10)
+    with changes.follow("a") as follower, Changes(poll_seconds=0.01).follow("a") as poller:
+        await asyncio.wait_for(follower.next(0.01), 10)
+        await asyncio.wait_for(poller.next(NEVER), 10)
 
 
 async def test_a_storm_wakes_each_of_many_once_in_a_pause(changes: Changes) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import shutil
+import signal
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -21,6 +23,9 @@ from coordinator.storage.notices import CHANNEL, PAUSE_SECONDS, PAYLOAD_BYTES, N
 from coordinator.storage.postgres import EmbeddedPostgres
 
 NEVER = 3600.0
+SENDERS = (
+    "SELECT pid FROM pg_stat_activity WHERE application_name = 'coordinator notices' AND datname = current_database()"
+)
 
 
 @contextlib.asynccontextmanager
@@ -76,10 +81,7 @@ async def test_a_lost_connection_is_made_anew_and_said_once(
         await until_heard(one, two, "first")
         await until_heard(two, one, "first")
         with two.follow("quiet") as follower:
-            ended = await admin.fetchval(
-                "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity"
-                " WHERE application_name = 'coordinator notices' AND datname = current_database()"
-            )
+            ended = await admin.fetchval(f"SELECT count(pg_terminate_backend(pid)) FROM ({SENDERS}) AS senders")
             assert ended == 2
             # Nobody announced it: whoever missed notices wakes everyone when it hears again.
             await asyncio.wait_for(follower.next(NEVER), 30)
@@ -103,6 +105,26 @@ async def test_what_is_announced_while_nobody_can_be_told_is_told_later(database
             with contextlib.suppress(asyncio.CancelledError):
                 await task
             await database.close()
+
+
+async def test_what_was_being_told_when_the_connection_broke_is_told_again(database_url: str) -> None:
+    async with replica(database_url) as two, direct(database_url) as admin:
+        await until_heard_by_itself(two, database_url)
+        before = await admin.fetch(SENDERS)
+        async with replica(database_url) as one:
+            await until_heard(one, two, "first")
+            await asyncio.sleep(3 * PAUSE_SECONDS)
+            (pid,) = {row["pid"] for row in await admin.fetch(SENDERS)} - {row["pid"] for row in before}
+            with two.follow("run") as follower:
+                os.kill(pid, signal.SIGSTOP)
+                try:
+                    one.announce("run")
+                    await asyncio.sleep(0.2)
+                    assert one.take_untold() == set()  # it is under way
+                    await admin.execute("SELECT pg_terminate_backend($1)", pid)
+                finally:
+                    os.kill(pid, signal.SIGCONT)
+                await asyncio.wait_for(follower.next(NEVER), 30)
 
 
 async def until_heard_by_itself(hearer: Changes, url: str) -> None:
