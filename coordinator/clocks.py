@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -11,6 +12,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from coordinator.errors import is_connection_fault
 from coordinator.policies import activation
 from coordinator.policies import queries as policy_queries
+from coordinator.rollouts import retention
+from coordinator.runs import queries as run_queries
 from coordinator.storage.changes import Changes
 from coordinator.storage.database import Database
 from coordinator.storage.outage import Outage
@@ -21,6 +24,7 @@ from coordinator.workers import queries as worker_queries
 log = logging.getLogger("coordinator.clocks")
 
 EVERY_SECONDS = 1.0
+RETIRE_SECONDS = 30.0
 ONE_SWEEPER = 7_242_002
 
 
@@ -29,6 +33,7 @@ async def _due(connection: AsyncConnection) -> tuple[list[str], list[str]]:
     if not await connection.scalar(text("SELECT pg_try_advisory_xact_lock(:key)"), {"key": ONE_SWEEPER}):
         return [], []
     await connection.execute(worker_queries.DROP_ENDED_TICKETS)
+    await connection.execute(run_queries.FOLD_COUNTS)
     leases = (await connection.scalars(update_queries.RUNS_WITH_DUE_UPDATES)).all()
     overdue = (await connection.scalars(policy_queries.OVERDUE_ACTIVATIONS)).all()
     return list(leases), list(overdue)
@@ -47,17 +52,39 @@ async def sweep(database: Database, changes: Changes) -> None:
         changes.announce(run_id)
 
 
-async def run(database: Database, changes: Changes) -> None:
-    """Sweeps until it is cancelled. A fault is logged, an absent database once, and the next round tries again."""
-    outage = Outage(log, "and leases and deadlines that end meanwhile are tidied up later")
+async def retire(database: Database, changes: Changes) -> None:
+    """Once: drops what the runs keep no longer."""
+    for run_id, count in (await retention.sweep(database)).items():
+        log.info("run %s: %d rollouts lost their tokens or their row to retention", run_id, count)
+
+
+async def _repeat(
+    work: Callable[[Database, Changes], Awaitable[None]],
+    every_seconds: float,
+    consequence: str,
+    database: Database,
+    changes: Changes,
+) -> None:
+    """A fault is logged, an absent database once, and the next round tries again."""
+    outage = Outage(log, consequence)
     while True:
         try:
-            await sweep(database, changes)
+            await work(database, changes)
         except Exception as error:  # whatever broke one round must not end all later ones
             if is_connection_fault(error):
                 outage.begins(error)
             else:
-                log.exception("a sweep failed; the next one follows in %g s", EVERY_SECONDS)
+                log.exception("a sweep failed; the next one follows in %g s", every_seconds)
         else:
             outage.ends()
-        await asyncio.sleep(EVERY_SECONDS)
+        await asyncio.sleep(every_seconds)
+
+
+async def run(database: Database, changes: Changes) -> None:
+    """Sweeps until it is cancelled."""
+    await asyncio.gather(
+        _repeat(
+            sweep, EVERY_SECONDS, "and leases and deadlines that end meanwhile are tidied up later", database, changes
+        ),
+        _repeat(retire, RETIRE_SECONDS, "and retention goes on later", database, changes),
+    )

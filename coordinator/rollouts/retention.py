@@ -39,6 +39,8 @@ _OVER = f"""
             AND (u.state = 'open' OR u.commit_no > CAST(:horizon AS int)))
     AND ((r.state <> 'consumed' AND a.update_id IS NULL AND a.judged_version IS NULL
           AND r.reason NOT IN ('group_refused', 'group_spent'))
+         OR EXISTS (SELECT FROM updates u WHERE u.run_no = :run_no AND u.update_id = a.update_id
+                    AND u.commit_no <= CAST(:horizon AS int))
          OR a.at <= {_HORIZON})
 """
 _LAST_CHANGE = "rollout_audit a ON a.run_no = r.run_no AND a.rollout_id = r.rollout_id AND a.revision = r.revision"
