@@ -1,4 +1,4 @@
-"""The command line: serve, migrate, tokens, demo."""
+"""The command line: serve, migrate, verify, tokens, demo."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from coordinator.errors import Refusal
+from coordinator.operations.verify import RunUnknownError
+from coordinator.operations.verify.report import report
 from coordinator.server import ServerError, database_url, serve_forever
 from coordinator.settings import Settings
 from coordinator.storage.database import DatabaseError, connect
@@ -71,6 +74,30 @@ def migrate(data: Data = Path(".data")) -> None:
     with database_url(Settings(data=data), _say) as url:
         upgrade(url)
     _say(f"the schema is at revision {newest()}")
+
+
+@app.command()
+def verify(
+    run: Annotated[str | None, typer.Option(help="Verify this run only; left out: every run.")] = None,
+    data: Data = Path(".data"),
+) -> None:
+    """Prove from the audit that nothing was lost, consumed twice, or used against the rules.
+
+    It reads one moment of the database and may run while the coordinator serves. Each breach is a line on standard
+    output, and so is each of the seven statements of each run, with how much was looked at; what it is doing goes to
+    standard error. Exit code 0: every statement holds; 1: there are breaches; 2: it could not be found out.
+    """
+    settings = Settings(data=data)
+    if settings.database_url is None and not (data / "postgres").is_dir():
+        raise typer.BadParameter(f"there is no database in {data}; name its folder, or set DATABASE_URL")
+    try:
+        with database_url(settings, _say) as url:
+            breaches = asyncio.run(report(url, run, typer.echo, _say))
+    except (DatabaseError, EmbeddedPostgresError, RunUnknownError, SQLAlchemyError, OSError) as error:
+        # Not the exit code of a breach: a monitor must be able to tell the two apart.
+        _say(f"coordinator: cannot verify: {error.orig if isinstance(error, DBAPIError) else error}")
+        raise typer.Exit(2) from error
+    raise typer.Exit(1 if breaches else 0)
 
 
 @tokens.command("create")

@@ -1,0 +1,5 @@
+"""A ledger to be verified, made over the API."""
+
+from tests.api.conftest import api, ledger
+
+__all__ = ["api", "ledger"]
