@@ -7,7 +7,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from tests.api.ledger import Ledger
 from tests.ledger_checker import Acknowledged, check
-from tests.operations.ledgers import DROP, UNGUARDED, execute, rewound, two_commits
+from tests.operations.ledgers import DROP, TO_THE_JOURNAL, UNGUARDED, execute, rewound, two_commits
 
 # The ledger has group a consumed by u1 (commit 1), c by u2 (commit 2, rewound) and again by u3 (commit 3), and b,
 # which is rewarded. Per fault: the statements that it contradicts, all of them, and the SQL that plants it.
@@ -126,6 +126,17 @@ PLANTED: dict[str, tuple[set[int], list[str]]] = {
     "an update that was rewound by nobody": ({3}, ["UPDATE updates SET state = 'rewound' WHERE update_id = 'u1'"]),
     "an update that a rewind forgot": ({3}, ["UPDATE updates SET state = 'committed' WHERE update_id = 'u2'"]),
     "a rewind that the journal has otherwise": ({3}, ["UPDATE rewinds SET to_commit_no = 0"]),
+    "a rewind that the journal has twice": (
+        {3},
+        [
+            TO_THE_JOURNAL.format(
+                event="line.rewound",
+                subject="back",
+                detail='{"rewind_id": "back", "to_commit_no": 3, "consumed": "release", "rewound": [], "fenced": []}',
+            ),
+            "UPDATE rewinds SET to_commit_no = 3",
+        ],
+    ),
     "a rewind that only the journal has": ({3}, ["DELETE FROM rewinds"]),
     "an update that only the journal has": ({2, 3, 5}, ["DELETE FROM updates WHERE update_id = 'u3'"]),
     "a rewind that is told to have taken another update": (
