@@ -7,7 +7,7 @@ from collections.abc import Set
 from pathlib import Path
 
 from coordinator.client import ArtifactCorrupt, Run
-from coordinator.client.policies import verify
+from coordinator.client.artifacts import verify
 from coordinator.wire.policies import PolicyView
 from worker_agent.logs import event
 

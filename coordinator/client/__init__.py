@@ -17,8 +17,15 @@ A trainer's loop, with a `learner` that scores, steps and exports::
 
 The lease is renewed in the background, an exception aborts the update with its reason, and every call is sent
 again on connection faults. What can go wrong is in `coordinator.client.errors`.
+
+`AsyncCoordinator` is the same for asyncio, each call awaited and each `with` and `for` an `async` one. Its code is the
+source of both: see `coordinator.client.aio`.
 """
 
+from coordinator.client.aio.coordinator import AsyncCoordinator
+from coordinator.client.aio.run import AsyncRun
+from coordinator.client.aio.updates import AsyncUpdate
+from coordinator.client.aio.workers import AsyncWorker
 from coordinator.client.coordinator import Coordinator
 from coordinator.client.errors import (
     ArtifactCorrupt,
@@ -40,6 +47,10 @@ from coordinator.client.workers import Worker
 
 __all__ = [
     "ArtifactCorrupt",
+    "AsyncCoordinator",
+    "AsyncRun",
+    "AsyncUpdate",
+    "AsyncWorker",
     "Candidates",
     "Coordinator",
     "CoordinatorError",

@@ -1,10 +1,9 @@
+# Generated from coordinator/client/aio/connection.py: change that, then run: python tests/client/generate.py
 """One authenticated connection to a coordinator: retries, and answers turned into models or exceptions."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
 import random
 import time
 from collections.abc import Callable, Iterable
@@ -15,19 +14,19 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from coordinator.client.errors import (
-    ArtifactCorrupt,
-    NotConfigured,
-    UnexpectedAnswer,
-    Unreachable,
-    refusal,
-)
+from coordinator.client.artifacts import IncomingFile
+from coordinator.client.errors import NotConfigured, UnexpectedAnswer, Unreachable, refusal
+from coordinator.client.pace import run_blocking, sleep
 
 JSON = "application/json"
+_PART_BYTES = 1 << 20
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 5.0
+_LONGEST_ASKED_SECONDS = 30.0
 # Besides 503, what a proxy says while the coordinator behind it restarts.
-_TRY_AGAIN = frozenset({502, 503, 504})
+_AWAY = frozenset({502, 503, 504})
+# Storage is full: it answers, and retention or an operator may make room.
+_FULL = 429
 _FAULTS = (httpx.NetworkError, httpx.TimeoutException, httpx.RemoteProtocolError, httpx.ProxyError)
 
 _log = logging.getLogger("coordinator.client")
@@ -37,7 +36,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class Connection:
-    """Sends requests, again where that may help: on connection faults and on 503, with jittered back-off.
+    """Sends requests, again where that may help: on connection faults, 503 and 429, with jittered back-off.
 
     Every call that changes something carries the caller's own id, so sending it twice changes nothing more.
     `timeout_seconds` bounds the silence on one attempt (beside what a long poll waits), `retry_seconds` the
@@ -53,7 +52,9 @@ class Connection:
         self.timeout_seconds = timeout_seconds
         self.retry_seconds = retry_seconds
         self._http = httpx.Client(
-            headers={"Authorization": f"Bearer {token}", "User-Agent": "rollout-coordinator-client"}
+            headers={"Authorization": f"Bearer {token}", "User-Agent": "rollout-coordinator-client"},
+            # Of connections there may be any number: no renewal waits behind long polls for a free one.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
         )
 
     def close(self) -> None:
@@ -69,6 +70,7 @@ class Connection:
         body: BaseModel | None = None,
         params: dict[str, str | int | float] | None = None,
         wait_seconds: float = 0.0,
+        timeout_seconds: float | None = None,
         retry_seconds: float | None = None,
     ) -> Answer:
         """Send JSON and read the answer into `answer`. `wait_seconds` is how long the server may hold it
@@ -80,6 +82,7 @@ class Connection:
             content=None if content is None else lambda: content,
             params=params,
             wait_seconds=wait_seconds,
+            timeout_seconds=timeout_seconds,
             retry_seconds=retry_seconds,
         )
         return read(received, answer)
@@ -94,6 +97,7 @@ class Connection:
         accept: str = JSON,
         params: dict[str, str | int | float] | None = None,
         wait_seconds: float = 0.0,
+        timeout_seconds: float | None = None,
         retry_seconds: float | None = None,
     ) -> httpx.Response:
         """Send bytes, made anew by `content` for each attempt. Raises `Refused` or `Unreachable`."""
@@ -107,7 +111,7 @@ class Connection:
                 content=None if content is None else content(),
                 headers=headers,
                 params=params,
-                timeout=self._timeout(wait_seconds),
+                timeout=self._timeout(wait_seconds, timeout_seconds),
             )
 
         received = self._persist(f"{method} {url}", attempt, retry_seconds)
@@ -131,27 +135,16 @@ class Connection:
         url = self._address(segments)
 
         def attempt() -> httpx.Response:
-            with self._http.stream("GET", url, timeout=self._timeout(0)) as received:
+            with self._http.stream("GET", url, timeout=self._timeout(0, None)) as received:
                 if received.status_code >= 400:
                     received.read()
                     return received
-                digest, count = hashlib.sha256(), 0
-                with into.open("wb") as file:
-                    for chunk in received.iter_bytes(1 << 20):
-                        count += len(chunk)
-                        if count > size:
-                            raise ArtifactCorrupt(f"{into.name} is longer than the {size} bytes of its manifest")
-                        digest.update(chunk)
-                        file.write(chunk)
+                with IncomingFile(into, size, sha256) as file:
+                    for part in received.iter_bytes(_PART_BYTES):
+                        count = run_blocking(file.write, part)
                         if progress:
                             progress(count)
-                    file.flush()
-                    os.fsync(file.fileno())
-                if count != size or digest.hexdigest() != sha256:
-                    raise ArtifactCorrupt(
-                        f"{into.name} is {count} bytes with sha256 {digest.hexdigest()}; "
-                        f"the manifest says {size} bytes with {sha256}"
-                    )
+                    run_blocking(file.finish)
                 return received
 
         received = self._persist(f"GET {url}", attempt, None)
@@ -165,29 +158,33 @@ class Connection:
         while True:
             attempts += 1
             cause: Exception | None = None
-            asked = 0.0
+            full, asked = False, 0.0
             try:
                 received = attempt()
             except _FAULTS as fault:
                 cause, why = fault, f"{type(fault).__name__}: {fault}".rstrip(": ")
             else:
-                if received.status_code not in _TRY_AGAIN:
+                full = received.status_code == _FULL
+                if not full and received.status_code not in _AWAY:
                     return received
                 why = str(refusal(received.status_code, received.content))
-                asked = _retry_after(received)
+                asked = _retry_after(received) if full else min(_retry_after(received), _LONGEST_ASKED_SECONDS)
             longest = min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2 ** min(attempts - 1, 10))
             pause = max(asked, random.uniform(longest / 2, longest))
             spent = time.monotonic() - started
             if spent + pause > bound:
+                if full:
+                    return received
                 raise Unreachable(f"{what}: no answer after {attempts} attempts in {spent:.1f} s; {why}") from cause
             _log.log(logging.WARNING if attempts == 1 else logging.DEBUG, "%s: %s; trying again", what, why)
-            time.sleep(pause)
+            sleep(pause)
 
     def _address(self, segments: Iterable[str]) -> str:
         return "/".join((self.url, "v1", *(quote(segment, safe="") for segment in segments)))
 
-    def _timeout(self, wait_seconds: float) -> httpx.Timeout:
-        return httpx.Timeout(self.timeout_seconds, read=self.timeout_seconds + wait_seconds)
+    def _timeout(self, wait_seconds: float, timeout_seconds: float | None) -> httpx.Timeout:
+        bound = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+        return httpx.Timeout(bound, read=bound + wait_seconds)
 
 
 def read(received: httpx.Response, answer: type[Answer]) -> Answer:
@@ -203,4 +200,4 @@ def read(received: httpx.Response, answer: type[Answer]) -> Answer:
 
 def _retry_after(received: httpx.Response) -> float:
     value = received.headers.get("Retry-After", "")
-    return min(float(value), 30.0) if value.isdecimal() else 0.0
+    return float(value) if value.isdecimal() else 0.0

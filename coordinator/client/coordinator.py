@@ -1,3 +1,4 @@
+# Generated from coordinator/client/aio/coordinator.py: change that, then run: python tests/client/generate.py
 """The entrance: one coordinator, by its address and a token."""
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class Coordinator:
 
     def runs(self) -> list[RunView]:
         """All runs in the order of their creation."""
-        return self._connection.call("GET", ("runs",), RunList).runs
+        answer = self._connection.call("GET", ("runs",), RunList)
+        return answer.runs
 
     def create_token(
         self,
@@ -89,7 +91,8 @@ class Coordinator:
 
     def tokens(self) -> list[TokenView]:
         """All tokens, without their secrets."""
-        return self._connection.call("GET", ("tokens",), TokenList).tokens
+        answer = self._connection.call("GET", ("tokens",), TokenList)
+        return answer.tokens
 
     def revoke_token(self, token_id: str) -> None:
         """End a token at once."""

@@ -1,3 +1,4 @@
+# Generated from coordinator/client/aio/run.py: change that, then run: python tests/client/generate.py
 """One run: its rollouts, rewards, updates, policies, workers and records."""
 
 from __future__ import annotations
@@ -7,9 +8,11 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from coordinator.client.artifacts import describe, file_names
 from coordinator.client.connection import Connection, Progress, read
 from coordinator.client.errors import ArtifactCorrupt, NotActivated
-from coordinator.client.policies import download, list_files, upload
+from coordinator.client.pace import run_blocking
+from coordinator.client.policies import download, upload
 from coordinator.client.updates import Update
 from coordinator.client.workers import Worker
 from coordinator.wire.columns import ARROW_MEDIA_TYPE, RolloutColumns, encode_rollouts, rollout_columns
@@ -106,8 +109,7 @@ class Run:
 
         Sending the same again is answered `duplicate` and changes nothing.
         """
-        columns = rollouts if isinstance(rollouts, RolloutColumns) else rollout_columns(rollouts)
-        return self.submit_stream(encode_rollouts(columns))
+        return self.submit_stream(run_blocking(_encoded, rollouts))
 
     def submit_stream(self, stream: bytes, *, retry_seconds: float | None = None) -> ArrivalAnswer:
         """`submit` for an Arrow IPC stream that is encoded already, as `coordinator.wire.columns` has it."""
@@ -162,19 +164,18 @@ class Run:
         update id of the caller's own makes a retry after a lost answer find the same update; left out, a
         random one.
         """
-        view = self.view()
         return Update(
             self._connection,
             self.id,
             f"update-{uuid.uuid4().hex}" if update_id is None else update_id,
             self._owner,
-            view.active if policy is None else policy,
-            view.settings.update_lease_seconds,
+            policy,
         )
 
     def updates(self) -> list[UpdateView]:
         """All updates, oldest first."""
-        return self._connection.call("GET", (*self._path, "updates"), UpdateList).updates
+        answer = self._connection.call("GET", (*self._path, "updates"), UpdateList)
+        return answer.updates
 
     def update_view(self, update_id: str) -> UpdateView:
         """An update's state, and its commit number once it is committed."""
@@ -188,7 +189,8 @@ class Run:
 
     def policies(self) -> list[PolicyView]:
         """All policy versions, lowest number first."""
-        return self._connection.call("GET", (*self._path, "policies"), PolicyList).policies
+        answer = self._connection.call("GET", (*self._path, "policies"), PolicyList)
+        return answer.policies
 
     def policy(self, version: int) -> PolicyView:
         """One policy version with its manifest."""
@@ -211,6 +213,7 @@ class Run:
         Safe to repeat after a crash: the same content is a success. `progress` is called with a file's
         name, the bytes sent so far and its size. Raises ValueError for a folder that is no artifact.
         """
+        files = [run_blocking(describe, folder, name) for name in run_blocking(file_names, folder)]
         body = PreparePolicy.model_validate(
             {
                 "version": version,
@@ -218,7 +221,7 @@ class Run:
                 "updates": tuple(updates),
                 "kind": kind,
                 "base_model": base_model,
-                "files": list_files(folder),
+                "files": files,
             }
         )
         view = self._connection.call("POST", (*self._path, "policies"), PolicyView, body=body)
@@ -267,7 +270,8 @@ class Run:
                 if activation.version == version and activation.state in ("waiting", "open", "succeeded")
             ]
             activation_id = running[-1] if running else f"activate-{version}-{uuid.uuid4().hex[:12]}"
-        by_hand = self.view().settings.activation == "by_hand"
+        view = self.view()
+        by_hand = view.settings.activation == "by_hand"
         until = None if wait_seconds is None else time.monotonic() + wait_seconds
         activation = self.open_activation(version, activation_id)
         seen = 0
@@ -276,7 +280,8 @@ class Run:
             remaining = _POLL_SECONDS if until is None else min(_POLL_SECONDS, until - time.monotonic())
             if remaining <= 0:
                 raise NotActivated(activation)
-            seen = self.watch(seen, remaining).event_no
+            watch = self.watch(seen, remaining)
+            seen = watch.event_no
             if by_hand and all(worker.ack == "matching" for worker in activation.required):
                 self.switch(version)
             activation = self.activation(activation_id)
@@ -306,7 +311,8 @@ class Run:
 
     def activations(self) -> list[ActivationView]:
         """All activations, oldest first."""
-        return self._connection.call("GET", (*self._path, "activations"), ActivationList).activations
+        answer = self._connection.call("GET", (*self._path, "activations"), ActivationList)
+        return answer.activations
 
     def give_up(self, activation_id: str, reason: str) -> ActivationView:
         """End an activation; its version is abandoned."""
@@ -325,10 +331,15 @@ class Run:
 
     def workers(self) -> list[WorkerView]:
         """All workers, by id."""
-        return self._connection.call("GET", (*self._path, "workers"), WorkerList).workers
+        answer = self._connection.call("GET", (*self._path, "workers"), WorkerList)
+        return answer.workers
 
     def fence(self, worker_id: str, reason: str) -> WorkerView:
         """Take a worker out until it loads and acks a version whole."""
         return self._connection.call(
             "POST", (*self._path, "workers", worker_id, "fence"), WorkerView, body=FenceWorker(reason=reason)
         )
+
+
+def _encoded(rollouts: Sequence[Rollout] | RolloutColumns) -> bytes:
+    return encode_rollouts(rollouts if isinstance(rollouts, RolloutColumns) else rollout_columns(rollouts))

@@ -1,12 +1,13 @@
+# Generated from coordinator/client/aio/updates.py: change that, then run: python tests/client/generate.py
 """An update as a trainer runs it: open, candidates, reserve, commit, with the lease renewed meanwhile."""
 
 from __future__ import annotations
 
 import functools
 import logging
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from coordinator.client.connection import Connection, read
 from coordinator.client.errors import CoordinatorError, Refused, UnexpectedAnswer
+from coordinator.client.pace import Renewal, run_blocking, to_the_end
 from coordinator.client.rollouts import TAKEN, Candidates, Reserved, candidates
 from coordinator.wire.columns import (
     ARROW_MEDIA_TYPE,
@@ -24,6 +26,7 @@ from coordinator.wire.columns import (
     ragged,
 )
 from coordinator.wire.policies import PolicyRef
+from coordinator.wire.runs import RunView
 from coordinator.wire.updates import (
     AbortUpdate,
     CandidatesRequest,
@@ -58,20 +61,27 @@ class Update:
         run_id: str,
         update_id: str,
         owner: str,
-        policy: PolicyRef,
-        lease_seconds: float,
+        policy: PolicyRef | None,
     ) -> None:
         self.id = update_id
         self.owner = owner
-        self.policy = policy
+        self._policy = policy
         self._connection = connection
-        self._path = ("runs", run_id, "updates", update_id)
-        self._lease_seconds = lease_seconds
+        self._run_path = ("runs", run_id)
+        self._path = (*self._run_path, "updates", update_id)
+        self._lease_seconds = 0.0
         self._view: UpdateView | None = None
         self._after_commit_no: int | None = None
         self._lost: Refused | None = None
-        self._ended = threading.Event()
-        self._renewing = threading.Thread(target=self._renew, name=f"renew {update_id}", daemon=True)
+        self._renewal: Renewal | None = None
+        self._ended = False
+
+    @property
+    def policy(self) -> PolicyRef:
+        """The version that it was opened for. RuntimeError before it was opened for the active one."""
+        if self._policy is None:
+            raise RuntimeError(f"update {self.id} is not open: use it as 'with run.update() as update'")
+        return self._policy
 
     @property
     def view(self) -> UpdateView:
@@ -83,29 +93,31 @@ class Update:
     def __enter__(self) -> Update:
         if self._view is not None:
             raise RuntimeError(f"update {self.id} was entered before: make another with run.update()")
-        body = OpenUpdate(owner=self.owner, policy_version=self.policy.version, artifact_hash=self.policy.artifact_hash)
-        self._view = self._connection.call("PUT", self._path, UpdateView, body=body)
+        run = self._connection.call("GET", self._run_path, RunView)
+        self._lease_seconds = run.settings.update_lease_seconds
+        self._policy = policy = run.active if self._policy is None else self._policy
+        body = OpenUpdate(owner=self.owner, policy_version=policy.version, artifact_hash=policy.artifact_hash)
+        with self._aborted_when_cut_off():
+            self._view = self._connection.call("PUT", self._path, UpdateView, body=body)
         if self._view.state == "open":
-            self._renewing.start()
+            self._renewal = Renewal(self._renew, self._lease_seconds / 3, f"renew {self.id}")
         else:  # the same id again, after its end: its outcome is in the view
-            self._ended.set()
+            self._ended = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._ended.is_set():
+        if self._ended:
             return
         try:
-            if error is None:
-                self.abort("left without commit")
+            if error is not None:
+                self._last_word(error)
                 return
-            try:
-                self._abort(f"{type(error).__name__}: {error}"[:500], False, _LAST_WORD_SECONDS)
-            except CoordinatorError as second:
-                error.add_note(f"Update {self.id} could not be aborted either, its lease will end it: {second}")
+            with self._aborted_when_cut_off():
+                self.abort("left without commit")
         finally:
-            self._ended.set()
+            self._end()
 
     def candidates(self, groups: int, wait_seconds: float = 0.0) -> Candidates:
         """Up to `groups` whole groups, held for this update; waits up to `wait_seconds` for that many.
@@ -126,11 +138,11 @@ class Update:
                 wait_seconds=wait,
             )
             try:
-                columns = decode_candidates(received.content)
+                columns = run_blocking(decode_candidates, received.content)
             except ArrowError as fault:
                 raise UnexpectedAnswer(f"candidates did not answer a readable Arrow stream: {fault}") from fault
             if len(columns.groups) >= groups or time.monotonic() >= until:
-                return candidates(columns)
+                return run_blocking(candidates, columns)
 
     def reserve(
         self,
@@ -154,20 +166,11 @@ class Update:
         Raises ValueError where the log-probs do not match the candidates, `LineConflict`, `DriftSuspect`.
         """
         self._check()
-        rows = None if current_log_probs is None else [np.asarray(row, dtype=np.float64) for row in current_log_probs]
-        _check_shapes(candidates, rows, use)
+        rows = run_blocking(_rows, candidates, current_log_probs)
+        if use is not None and len(use) != len(candidates):
+            raise ValueError(f"{len(use)} labels for {len(candidates)} candidates")
         self._after_commit_no = self.view.last_commit_no if after_commit_no is None else after_commit_no
-        columns = ReserveColumns(
-            owner=self.owner,
-            after_commit_no=self._after_commit_no,
-            confirm_drift=confirm_drift,
-            rollout_id=[trajectory.rollout_id for trajectory in candidates],
-            revision=[trajectory.revision for trajectory in candidates],
-            use=list(use) if use is not None else [None] * len(candidates),
-            given=[rows is not None] * len(candidates),
-            current_log_probs=ragged(rows if rows is not None else [()] * len(candidates), np.float64),
-        )
-        content = encode_reserve(columns)
+        content = run_blocking(_encoded, self.owner, self._after_commit_no, confirm_drift, candidates, rows, use)
         received = self._connection.send(
             "POST", (*self._path, "reserve"), content=lambda: content, content_type=ARROW_MEDIA_TYPE
         )
@@ -192,7 +195,7 @@ class Update:
         after = self.view.last_commit_no if self._after_commit_no is None else self._after_commit_no
         body = CommitUpdate(owner=self.owner, after_commit_no=after, discards=list(discards))
         self._view = self._connection.call("POST", (*self._path, "commit"), UpdateView, body=body)
-        self._ended.set()
+        self._end()
         return self._view
 
     def abort(self, reason: str, quarantine: bool = False) -> UpdateView:
@@ -200,13 +203,42 @@ class Update:
         self._check()
         return self._abort(reason, quarantine, None)
 
-    def _abort(self, reason: str, quarantine: bool, retry_seconds: float | None) -> UpdateView:
+    def _abort(self, reason: str, quarantine: bool, bound_seconds: float | None) -> UpdateView:
         body = AbortUpdate(owner=self.owner, reason=reason, quarantine=quarantine)
         self._view = self._connection.call(
-            "POST", (*self._path, "abort"), UpdateView, body=body, retry_seconds=retry_seconds
+            "POST",
+            (*self._path, "abort"),
+            UpdateView,
+            body=body,
+            timeout_seconds=bound_seconds,
+            retry_seconds=bound_seconds,
         )
-        self._ended.set()
+        self._end()
         return self._view
+
+    def _last_word(self, error: BaseException) -> None:
+        """Abort with `error`, which is on its way out, as the reason; add a note to it where that fails."""
+        reason = ": ".join(filter(None, (type(error).__name__, str(error))))[:500]
+        try:
+            to_the_end(self._abort, reason, False, _LAST_WORD_SECONDS)
+        except CoordinatorError as second:
+            error.add_note(f"Update {self.id} could not be aborted either, its lease will end it: {second}")
+
+    @contextmanager
+    def _aborted_when_cut_off(self) -> Iterator[None]:
+        """Around a call that Ctrl-C or a cancellation may cut off: nobody knows then whether it took effect."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as cut:
+            self._last_word(cut)
+            raise
+
+    def _end(self) -> None:
+        self._ended = True
+        if self._renewal is not None:
+            self._renewal.stop()
 
     def _check(self) -> None:
         if self.view.state != "open":
@@ -214,34 +246,35 @@ class Update:
         if self._lost is not None:
             raise self._lost
 
-    def _renew(self) -> None:
-        """Renew until the end. Only the coordinator decides that a lease is lost, never this side's clock."""
-        while not self._ended.wait(self._lease_seconds / 3):
-            try:
-                self._connection.call(
-                    "POST",
-                    (*self._path, "renew"),
-                    UpdateView,
-                    body=Renew(owner=self.owner),
-                    retry_seconds=self._lease_seconds / 6,
-                )
-            except CoordinatorError as error:
-                if self._ended.is_set():
-                    return
-                if isinstance(error, Refused) and error.status in (404, 409):
-                    _log.error("update %s: the lease is lost: %s", self.id, error)
-                    self._lost = error
-                    return
-                _log.warning("update %s: the lease could not be renewed yet: %s", self.id, error)
+    def _renew(self) -> bool:
+        """Renew once; False when that is over. Only the coordinator decides that a lease is lost, never this
+        side's clock."""
+        try:
+            self._connection.call(
+                "POST",
+                (*self._path, "renew"),
+                UpdateView,
+                body=Renew(owner=self.owner),
+                retry_seconds=self._lease_seconds / 6,
+            )
+        except CoordinatorError as error:
+            if self._ended:
+                return False
+            if isinstance(error, Refused) and error.status in (404, 409):
+                _log.error("update %s: the lease is lost: %s", self.id, error)
+                self._lost = error
+                return False
+            _log.warning("update %s: the lease could not be renewed yet: %s", self.id, error)
+        return True
 
 
-def _check_shapes(
-    candidates: Candidates, rows: list[npt.NDArray[np.float64]] | None, use: Sequence[str | None] | None
-) -> None:
-    if use is not None and len(use) != len(candidates):
-        raise ValueError(f"{len(use)} labels for {len(candidates)} candidates")
-    if rows is None:
-        return
+def _rows(
+    candidates: Candidates, current_log_probs: Sequence[npt.ArrayLike] | None
+) -> list[npt.NDArray[np.float64]] | None:
+    """Current log-probs as float64, checked against the shapes of the candidates."""
+    if current_log_probs is None:
+        return None
+    rows = [np.asarray(row, dtype=np.float64) for row in current_log_probs]
     if len(rows) != len(candidates):
         raise ValueError(f"current log-probs of {len(rows)} rollouts for {len(candidates)} candidates")
     for trajectory, row in zip(candidates, rows, strict=True):
@@ -250,3 +283,26 @@ def _check_shapes(
                 f"current log-probs of {trajectory.rollout_id} have shape {row.shape}, "
                 f"its token_ids {trajectory.token_ids.shape}"
             )
+    return rows
+
+
+def _encoded(
+    owner: str,
+    after_commit_no: int,
+    confirm_drift: bool,
+    candidates: Candidates,
+    rows: list[npt.NDArray[np.float64]] | None,
+    use: Sequence[str | None] | None,
+) -> bytes:
+    return encode_reserve(
+        ReserveColumns(
+            owner=owner,
+            after_commit_no=after_commit_no,
+            confirm_drift=confirm_drift,
+            rollout_id=[trajectory.rollout_id for trajectory in candidates],
+            revision=[trajectory.revision for trajectory in candidates],
+            use=list(use) if use is not None else [None] * len(candidates),
+            given=[rows is not None] * len(candidates),
+            current_log_probs=ragged(rows if rows is not None else [()] * len(candidates), np.float64),
+        )
+    )

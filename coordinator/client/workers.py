@@ -1,3 +1,4 @@
+# Generated from coordinator/client/aio/workers.py: change that, then run: python tests/client/generate.py
 """What a worker process says to the coordinator."""
 
 from __future__ import annotations

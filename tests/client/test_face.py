@@ -13,6 +13,10 @@ from coordinator.client import Coordinator, NotConfigured
 def test_the_public_names_are_these() -> None:
     assert coordinator.client.__all__ == [
         "ArtifactCorrupt",
+        "AsyncCoordinator",
+        "AsyncRun",
+        "AsyncUpdate",
+        "AsyncWorker",
         "Candidates",
         "Coordinator",
         "CoordinatorError",

@@ -1,0 +1,204 @@
+"""One authenticated connection to a coordinator: retries, and answers turned into models or exceptions."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import quote
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from coordinator.client.aio.pace import run_blocking, sleep
+from coordinator.client.artifacts import IncomingFile
+from coordinator.client.errors import NotConfigured, UnexpectedAnswer, Unreachable, refusal
+
+JSON = "application/json"
+_PART_BYTES = 1 << 20
+_FIRST_PAUSE_SECONDS = 0.1
+_LONGEST_PAUSE_SECONDS = 5.0
+_LONGEST_ASKED_SECONDS = 30.0
+# Besides 503, what a proxy says while the coordinator behind it restarts.
+_AWAY = frozenset({502, 503, 504})
+# Storage is full: it answers, and retention or an operator may make room.
+_FULL = 429
+_FAULTS = (httpx.NetworkError, httpx.TimeoutException, httpx.RemoteProtocolError, httpx.ProxyError)
+
+_log = logging.getLogger("coordinator.client")
+Answer = TypeVar("Answer", bound=BaseModel)
+Progress = Callable[[str, int, int], None]
+"""Called with a file's name, the bytes of it that went over so far, and its size in bytes."""
+
+
+class AsyncConnection:
+    """Sends requests, again where that may help: on connection faults, 503 and 429, with jittered back-off.
+
+    Every call that changes something carries the caller's own id, so sending it twice changes nothing more.
+    `timeout_seconds` bounds the silence on one attempt (beside what a long poll waits), `retry_seconds` the
+    whole of the attempts. May be used from several tasks.
+    """
+
+    def __init__(self, url: str, token: str, *, timeout_seconds: float, retry_seconds: float) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise NotConfigured(f"the coordinator's address must begin with http:// or https://, not {url!r}")
+        if not token.isascii() or not token.isprintable() or not token:
+            raise NotConfigured("the token is empty or holds characters that no token has: check its file or variable")
+        self.url = url.rstrip("/")
+        self.timeout_seconds = timeout_seconds
+        self.retry_seconds = retry_seconds
+        self._http = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {token}", "User-Agent": "rollout-coordinator-client"},
+            # Of connections there may be any number: no renewal waits behind long polls for a free one.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        )
+
+    async def close(self) -> None:
+        """Close the sockets. A call afterwards raises RuntimeError."""
+        await self._http.aclose()
+
+    async def call(
+        self,
+        method: str,
+        segments: Iterable[str],
+        answer: type[Answer],
+        *,
+        body: BaseModel | None = None,
+        params: dict[str, str | int | float] | None = None,
+        wait_seconds: float = 0.0,
+        timeout_seconds: float | None = None,
+        retry_seconds: float | None = None,
+    ) -> Answer:
+        """Send JSON and read the answer into `answer`. `wait_seconds` is how long the server may hold it
+        back."""
+        content = None if body is None else body.model_dump_json().encode()
+        received = await self.send(
+            method,
+            segments,
+            content=None if content is None else lambda: content,
+            params=params,
+            wait_seconds=wait_seconds,
+            timeout_seconds=timeout_seconds,
+            retry_seconds=retry_seconds,
+        )
+        return read(received, answer)
+
+    async def send(
+        self,
+        method: str,
+        segments: Iterable[str],
+        *,
+        content: Callable[[], bytes | AsyncIterable[bytes]] | None = None,
+        content_type: str = JSON,
+        accept: str = JSON,
+        params: dict[str, str | int | float] | None = None,
+        wait_seconds: float = 0.0,
+        timeout_seconds: float | None = None,
+        retry_seconds: float | None = None,
+    ) -> httpx.Response:
+        """Send bytes, made anew by `content` for each attempt. Raises `Refused` or `Unreachable`."""
+        url = self._address(segments)
+        headers = {"Accept": accept} | ({} if content is None else {"Content-Type": content_type})
+
+        async def attempt() -> httpx.Response:
+            return await self._http.request(
+                method,
+                url,
+                content=None if content is None else content(),
+                headers=headers,
+                params=params,
+                timeout=self._timeout(wait_seconds, timeout_seconds),
+            )
+
+        received = await self._persist(f"{method} {url}", attempt, retry_seconds)
+        if received.status_code >= 400:
+            raise refusal(received.status_code, received.content)
+        return received
+
+    async def receive(
+        self,
+        segments: Iterable[str],
+        into: Path,
+        *,
+        size: int,
+        sha256: str,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        """Stream a file of known size (bytes) and hash to `into`; it is on disk when this returns.
+
+        Raises `ArtifactCorrupt` for other bytes, and never writes more than `size` of them.
+        """
+        url = self._address(segments)
+
+        async def attempt() -> httpx.Response:
+            async with self._http.stream("GET", url, timeout=self._timeout(0, None)) as received:
+                if received.status_code >= 400:
+                    await received.aread()
+                    return received
+                with IncomingFile(into, size, sha256) as file:
+                    async for part in received.aiter_bytes(_PART_BYTES):
+                        count = await run_blocking(file.write, part)
+                        if progress:
+                            progress(count)
+                    await run_blocking(file.finish)
+                return received
+
+        received = await self._persist(f"GET {url}", attempt, None)
+        if received.status_code >= 400:
+            raise refusal(received.status_code, received.content)
+
+    async def _persist(
+        self, what: str, attempt: Callable[[], Awaitable[httpx.Response]], retry_seconds: float | None
+    ) -> httpx.Response:
+        started = time.monotonic()
+        bound = self.retry_seconds if retry_seconds is None else retry_seconds
+        attempts = 0
+        while True:
+            attempts += 1
+            cause: Exception | None = None
+            full, asked = False, 0.0
+            try:
+                received = await attempt()
+            except _FAULTS as fault:
+                cause, why = fault, f"{type(fault).__name__}: {fault}".rstrip(": ")
+            else:
+                full = received.status_code == _FULL
+                if not full and received.status_code not in _AWAY:
+                    return received
+                why = str(refusal(received.status_code, received.content))
+                asked = _retry_after(received) if full else min(_retry_after(received), _LONGEST_ASKED_SECONDS)
+            longest = min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2 ** min(attempts - 1, 10))
+            pause = max(asked, random.uniform(longest / 2, longest))
+            spent = time.monotonic() - started
+            if spent + pause > bound:
+                if full:
+                    return received
+                raise Unreachable(f"{what}: no answer after {attempts} attempts in {spent:.1f} s; {why}") from cause
+            _log.log(logging.WARNING if attempts == 1 else logging.DEBUG, "%s: %s; trying again", what, why)
+            await sleep(pause)
+
+    def _address(self, segments: Iterable[str]) -> str:
+        return "/".join((self.url, "v1", *(quote(segment, safe="") for segment in segments)))
+
+    def _timeout(self, wait_seconds: float, timeout_seconds: float | None) -> httpx.Timeout:
+        bound = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+        return httpx.Timeout(bound, read=bound + wait_seconds)
+
+
+def read(received: httpx.Response, answer: type[Answer]) -> Answer:
+    """The body of a good answer as its model."""
+    try:
+        return answer.model_validate_json(received.content)
+    except ValidationError as error:
+        raise UnexpectedAnswer(
+            f"{received.request.method} {received.request.url} did not answer a {answer.__name__}: {error}. "
+            f"Client and coordinator may be of different versions."
+        ) from error
+
+
+def _retry_after(received: httpx.Response) -> float:
+    value = received.headers.get("Retry-After", "")
+    return float(value) if value.isdecimal() else 0.0

@@ -1,0 +1,349 @@
+"""One run: its rollouts, rewards, updates, policies, workers and records."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from coordinator.client.aio.connection import AsyncConnection, Progress, read
+from coordinator.client.aio.pace import run_blocking
+from coordinator.client.aio.policies import download, upload
+from coordinator.client.aio.updates import AsyncUpdate
+from coordinator.client.aio.workers import AsyncWorker
+from coordinator.client.artifacts import describe, file_names
+from coordinator.client.errors import ArtifactCorrupt, NotActivated
+from coordinator.wire.columns import ARROW_MEDIA_TYPE, RolloutColumns, encode_rollouts, rollout_columns
+from coordinator.wire.policies import (
+    ActivationList,
+    ActivationVerdict,
+    ActivationView,
+    BaseModelIdentity,
+    GiveUp,
+    OpenActivation,
+    PolicyList,
+    PolicyRef,
+    PolicyView,
+    PreparePolicy,
+    Watch,
+)
+from coordinator.wire.rollouts import (
+    ArrivalAnswer,
+    Reward,
+    RewardAnswer,
+    RewardBatch,
+    Rollout,
+    RolloutEvidence,
+    RolloutHistory,
+    RolloutList,
+    RolloutView,
+    State,
+)
+from coordinator.wire.runs import FailureList, FailureView, Journal, JournalEntry, RunCounts, RunView
+from coordinator.wire.updates import Lineage, UpdateList, UpdateView
+from coordinator.wire.workers import FenceWorker, WorkerList, WorkerView
+
+_POLL_SECONDS = 20.0
+
+
+class AsyncRun:
+    """One run of a coordinator. Made by `AsyncCoordinator.run` and `AsyncCoordinator.create_run`; asks nothing by
+    itself.
+
+    Every method raises `Refused` (or one of its kinds) when the coordinator says no and `Unreachable` when it
+    gives no answer; see `coordinator.client.errors`.
+    """
+
+    def __init__(self, connection: AsyncConnection, run_id: str, owner: str) -> None:
+        self.id = run_id
+        self._connection = connection
+        self._owner = owner
+        self._path = ("runs", run_id)
+
+    # the run itself
+
+    async def view(self) -> RunView:
+        """The run as it stands: settings, contract, active version, last commit."""
+        return await self._connection.call("GET", self._path, RunView)
+
+    async def counts(self) -> RunCounts:
+        """How many rollouts are in each state."""
+        return await self._connection.call("GET", (*self._path, "counts"), RunCounts)
+
+    async def watch(self, after: int = 0, wait_seconds: float = 0.0, *, retry_seconds: float | None = None) -> Watch:
+        """The active version and its candidate, as soon as the run's event number exceeds `after`, else after
+        `wait_seconds` (which the run's `longest_wait_seconds` bounds)."""
+        return await self._connection.call(
+            "GET",
+            (*self._path, "watch"),
+            Watch,
+            params={"after": after, "wait_seconds": wait_seconds},
+            wait_seconds=wait_seconds,
+            retry_seconds=retry_seconds,
+        )
+
+    async def journal(self, after: int = 0) -> AsyncIterator[JournalEntry]:
+        """Every change of the run after event number `after` that is not a rollout's, oldest first."""
+        while True:
+            page = await self._connection.call("GET", (*self._path, "journal"), Journal, params={"after": after})
+            for entry in page.entries:
+                yield entry
+            if not page.entries:
+                return
+            after = page.next_after
+
+    async def failures(self, after: int = 0) -> AsyncIterator[FailureView]:
+        """Every recorded failure after number `after`, oldest first."""
+        while True:
+            page = await self._connection.call("GET", (*self._path, "failures"), FailureList, params={"after": after})
+            for failure in page.failures:
+                yield failure
+            if not page.failures:
+                return
+            after = page.next_after
+
+    # rollouts and rewards
+
+    async def submit(self, rollouts: Sequence[Rollout] | RolloutColumns) -> ArrivalAnswer:
+        """Hand in rollouts, up to 4096 in one call; each has a verdict of its own, in the order sent.
+
+        Sending the same again is answered `duplicate` and changes nothing.
+        """
+        return await self.submit_stream(await run_blocking(_encoded, rollouts))
+
+    async def submit_stream(self, stream: bytes, *, retry_seconds: float | None = None) -> ArrivalAnswer:
+        """`submit` for an Arrow IPC stream that is encoded already, as `coordinator.wire.columns` has it."""
+        received = await self._connection.send(
+            "POST",
+            (*self._path, "rollouts"),
+            content=lambda: stream,
+            content_type=ARROW_MEDIA_TYPE,
+            retry_seconds=retry_seconds,
+        )
+        return read(received, ArrivalAnswer)
+
+    async def reward(self, rewards: Sequence[Reward]) -> RewardAnswer:
+        """Hand in rewards, up to 4096 in one call. A timeout or an error is a reward without a value, never
+        0.0."""
+        return await self._connection.call(
+            "POST", (*self._path, "rewards"), RewardAnswer, body=RewardBatch(rewards=list(rewards))
+        )
+
+    async def rollouts(self, state: State | None = None, group_id: str | None = None) -> AsyncIterator[RolloutView]:
+        """Rollouts by id, all or those of one state or group."""
+        params: dict[str, str | int | float] = {}
+        if state is not None:
+            params["state"] = state
+        if group_id is not None:
+            params["group_id"] = group_id
+        while True:
+            page = await self._connection.call("GET", (*self._path, "rollouts"), RolloutList, params=params)
+            for rollout in page.rollouts:
+                yield rollout
+            if page.next_after is None:
+                return
+            params["after"] = page.next_after
+
+    async def rollout(self, rollout_id: str) -> RolloutView:
+        """One rollout as it stands, without its tokens."""
+        return await self._connection.call("GET", (*self._path, "rollouts", rollout_id), RolloutView)
+
+    async def history(self, rollout_id: str) -> RolloutHistory:
+        """Every change of a rollout's state, oldest first."""
+        return await self._connection.call("GET", (*self._path, "rollouts", rollout_id, "history"), RolloutHistory)
+
+    async def evidence(self, rollout_id: str) -> RolloutEvidence:
+        """The tokens, mask and log-probs of a rollout."""
+        return await self._connection.call("GET", (*self._path, "rollouts", rollout_id, "evidence"), RolloutEvidence)
+
+    # updates
+
+    def update(self, update_id: str | None = None, policy: PolicyRef | None = None) -> AsyncUpdate:
+        """One training step, to be entered with `async with`.
+
+        `policy` is the newest version that the learner's weights come from: left out, the active one. An
+        update id of the caller's own makes a retry after a lost answer find the same update; left out, a
+        random one.
+        """
+        return AsyncUpdate(
+            self._connection,
+            self.id,
+            f"update-{uuid.uuid4().hex}" if update_id is None else update_id,
+            self._owner,
+            policy,
+        )
+
+    async def updates(self) -> list[UpdateView]:
+        """All updates, oldest first."""
+        answer = await self._connection.call("GET", (*self._path, "updates"), UpdateList)
+        return answer.updates
+
+    async def update_view(self, update_id: str) -> UpdateView:
+        """An update's state, and its commit number once it is committed."""
+        return await self._connection.call("GET", (*self._path, "updates", update_id), UpdateView)
+
+    async def lineage(self, update_id: str) -> Lineage:
+        """What an update consumed and refused, the policies that made it, and the versions it led to."""
+        return await self._connection.call("GET", (*self._path, "updates", update_id, "lineage"), Lineage)
+
+    # policies
+
+    async def policies(self) -> list[PolicyView]:
+        """All policy versions, lowest number first."""
+        answer = await self._connection.call("GET", (*self._path, "policies"), PolicyList)
+        return answer.policies
+
+    async def policy(self, version: int) -> PolicyView:
+        """One policy version with its manifest."""
+        return await self._connection.call("GET", (*self._path, "policies", str(version)), PolicyView)
+
+    async def publish(
+        self,
+        *,
+        version: int,
+        parent_version: int,
+        folder: Path,
+        base_model: BaseModelIdentity,
+        updates: Sequence[str] = (),
+        kind: str = "lora",
+        progress: Progress | None = None,
+    ) -> PolicyView:
+        """Make the files below `folder` policy `version`: hash, prepare, upload and commit them.
+
+        `updates` names the committed updates that made it, `parent_version` the version they began from.
+        Safe to repeat after a crash: the same content is a success. `progress` is called with a file's
+        name, the bytes sent so far and its size. Raises ValueError for a folder that is no artifact.
+        """
+        files = [await run_blocking(describe, folder, name) for name in await run_blocking(file_names, folder)]
+        body = PreparePolicy.model_validate(
+            {
+                "version": version,
+                "parent_version": parent_version,
+                "updates": tuple(updates),
+                "kind": kind,
+                "base_model": base_model,
+                "files": files,
+            }
+        )
+        view = await self._connection.call("POST", (*self._path, "policies"), PolicyView, body=body)
+        if view.state != "prepared":
+            return view
+        for file in body.files:
+            await upload(self._connection, self.id, version, folder, file, progress)
+        return await self._connection.call("POST", (*self._path, "policies", str(version), "commit"), PolicyView)
+
+    async def download(
+        self,
+        version: int,
+        folder: Path,
+        *,
+        artifact_hash: str | None = None,
+        progress: Progress | None = None,
+    ) -> PolicyView:
+        """Fetch the files of a version into `folder`, which must not exist yet.
+
+        Size and sha256 of every file and the artifact's hash are checked; the folder appears whole or not
+        at all. Raises `ArtifactCorrupt`, also when the version's hash is not the `artifact_hash` that was
+        asked for.
+        """
+        view = await self.policy(version)
+        if artifact_hash is not None and view.artifact_hash != artifact_hash:
+            raise ArtifactCorrupt(f"version {version} has hash {view.artifact_hash}, not {artifact_hash}")
+        await download(self._connection, self.id, view, folder, progress)
+        return view
+
+    # activations
+
+    async def activate(
+        self, version: int, activation_id: str | None = None, wait_seconds: float | None = None
+    ) -> ActivationView:
+        """Have every required worker confirm `version`, and wait until it is active.
+
+        Without an id, an activation of this version that still runs or succeeded is taken up, else a new
+        one opened. Waits for the end, at the latest the run's `activation_deadline_seconds`, or for
+        `wait_seconds`. Raises `NotActivated` when it failed, was given up or superseded, or did not end in
+        time.
+        """
+        if activation_id is None:
+            running = [
+                activation.activation_id
+                for activation in await self.activations()
+                if activation.version == version and activation.state in ("waiting", "open", "succeeded")
+            ]
+            activation_id = running[-1] if running else f"activate-{version}-{uuid.uuid4().hex[:12]}"
+        view = await self.view()
+        by_hand = view.settings.activation == "by_hand"
+        until = None if wait_seconds is None else time.monotonic() + wait_seconds
+        activation = await self.open_activation(version, activation_id)
+        seen = 0
+        while activation.state in ("waiting", "open"):
+            # The event number is read before the state, so that no change between the two is slept through.
+            remaining = _POLL_SECONDS if until is None else min(_POLL_SECONDS, until - time.monotonic())
+            if remaining <= 0:
+                raise NotActivated(activation)
+            watch = await self.watch(seen, remaining)
+            seen = watch.event_no
+            if by_hand and all(worker.ack == "matching" for worker in activation.required):
+                await self.switch(version)
+            activation = await self.activation(activation_id)
+        if activation.state != "succeeded":
+            raise NotActivated(activation)
+        return activation
+
+    async def open_activation(
+        self, version: int, activation_id: str, required_workers: Sequence[str] | None = None
+    ) -> ActivationView:
+        """Freeze the workers that must confirm `version`, and return at once. The same id again is a
+        success."""
+        body = OpenActivation(
+            activation_id=activation_id,
+            required_workers=None if required_workers is None else tuple(required_workers),
+        )
+        path = (*self._path, "policies", str(version), "activations")
+        return await self._connection.call("POST", path, ActivationView, body=body)
+
+    async def switch(self, version: int) -> ActivationVerdict:
+        """Make the switch by hand, if it may be made; the verdict says what holds it back."""
+        return await self._connection.call(
+            "POST", (*self._path, "policies", str(version), "activate"), ActivationVerdict
+        )
+
+    async def activation(self, activation_id: str) -> ActivationView:
+        """One activation with what each required worker said."""
+        return await self._connection.call("GET", (*self._path, "activations", activation_id), ActivationView)
+
+    async def activations(self) -> list[ActivationView]:
+        """All activations, oldest first."""
+        answer = await self._connection.call("GET", (*self._path, "activations"), ActivationList)
+        return answer.activations
+
+    async def give_up(self, activation_id: str, reason: str) -> ActivationView:
+        """End an activation; its version is abandoned."""
+        return await self._connection.call(
+            "POST",
+            (*self._path, "activations", activation_id, "give-up"),
+            ActivationView,
+            body=GiveUp(reason=reason),
+        )
+
+    # workers
+
+    def worker(self, worker_id: str, incarnation: str) -> AsyncWorker:
+        """A worker as this process: `incarnation` is one life of it, chosen anew at each start."""
+        return AsyncWorker(self._connection, self.id, worker_id, incarnation)
+
+    async def workers(self) -> list[WorkerView]:
+        """All workers, by id."""
+        answer = await self._connection.call("GET", (*self._path, "workers"), WorkerList)
+        return answer.workers
+
+    async def fence(self, worker_id: str, reason: str) -> WorkerView:
+        """Take a worker out until it loads and acks a version whole."""
+        return await self._connection.call(
+            "POST", (*self._path, "workers", worker_id, "fence"), WorkerView, body=FenceWorker(reason=reason)
+        )
+
+
+def _encoded(rollouts: Sequence[Rollout] | RolloutColumns) -> bytes:
+    return encode_rollouts(rollouts if isinstance(rollouts, RolloutColumns) else rollout_columns(rollouts))
