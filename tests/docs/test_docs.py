@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from coordinator.client import Candidates, Coordinator, Run
+from coordinator.client import AsyncCoordinator, AsyncRun, Candidates, Coordinator, Run, Worker
 from coordinator.wire.policies import PolicyRef
 from coordinator.wire.rollouts import Rollout
 from tests.client.runs import BASE, group, new_run, new_worker, rewarded_groups, write_adapter
@@ -24,7 +27,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def block(heading: str) -> str:
     """The first Python block below this heading of the README."""
-    section = README.split(f"## {heading}\n", 1)[1]
+    section = README.split(f"# {heading}\n", 1)[1]
     return section.split("```python\n", 1)[1].split("```", 1)[0]
 
 
@@ -68,12 +71,9 @@ class Learner:
         return write_adapter(self.folder / str(self.steps), str(self.steps).encode())
 
 
-def test_the_trainer_s_lines(run: Run, tmp_path: Path) -> None:
-    import threading
-
-    worker = new_worker(run)
-    rewarded_groups(run, worker, 24)
-    learner = Learner(run, tmp_path)
+@contextmanager
+def confirming(worker: Worker) -> Iterator[None]:
+    """A worker that acks each candidate meanwhile."""
     done = threading.Event()
 
     def confirm() -> None:
@@ -85,10 +85,36 @@ def test_the_trainer_s_lines(run: Run, tmp_path: Path) -> None:
     acking = threading.Thread(target=confirm)
     acking.start()
     try:
-        exec(compile(block("Ten lines for a trainer"), "README.md", "exec"), {"learner": learner})
+        yield
     finally:
         done.set()
         acking.join()
+
+
+def test_the_trainer_s_lines(run: Run, tmp_path: Path) -> None:
+    worker = new_worker(run)
+    rewarded_groups(run, worker, 24)
+    learner = Learner(run, tmp_path)
+    with confirming(worker):
+        exec(compile(block("Ten lines for a trainer"), "README.md", "exec"), {"learner": learner})
+    assert run.view().active.version == 3
+    assert (run.view().last_commit_no, len(set(learner.consumed))) == (3, 48)
+
+
+def test_the_trainer_s_lines_with_asyncio(run: Run, tmp_path: Path) -> None:
+    worker = new_worker(run)
+    rewarded_groups(run, worker, 24)
+    learner = Learner(run, tmp_path)
+    names: dict[str, Any] = {"asyncio": asyncio, "AsyncRun": AsyncRun, "learner": learner}
+    exec(compile(block("The same with asyncio"), "README.md", "exec"), names)
+
+    async def train() -> None:
+        async with AsyncCoordinator() as coordinator:
+            for version in range(1, 4):
+                await names["step"](coordinator.run("sums"), version)
+
+    with confirming(worker):
+        asyncio.run(train())
     assert run.view().active.version == 3
     assert (run.view().last_commit_no, len(set(learner.consumed))) == (3, 48)
 
