@@ -32,11 +32,10 @@ QUARANTINE = f"""
     ), moved AS (
         UPDATE rollouts r SET state = 'quarantined', reason = :reason, revision = t.revision + 1
         FROM target t WHERE r.run_no = :run_no AND r.rollout_id = t.rollout_id AND r.revision = t.revision
-        RETURNING r.rollout_id, r.revision
+        RETURNING r.rollout_id, r.revision, t.state AS from_state
     )
     INSERT INTO rollout_audit (run_no, rollout_id, revision, event, from_state, to_state, reason, actor)
-    SELECT :run_no, m.rollout_id, m.revision, 'quarantine', t.state, 'quarantined', :reason, :actor
-    FROM moved m JOIN target t USING (rollout_id)
+    SELECT :run_no, rollout_id, revision, 'quarantine', from_state, 'quarantined', :reason, :actor FROM moved
 """
 
 # What one update quarantined: refused at its reserve (one revision later), or held when it ended (two).

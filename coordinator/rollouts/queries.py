@@ -2,6 +2,13 @@
 
 Whatever changes a rollout locks its group first, groups in the order of their ids; so a statement that runs
 after `LOCK_GROUPS` sees all members as they are. `{group}` is the rollout column that names the group.
+
+How a statement is planned must not depend on what the planner believes about the tables: before their first ANALYZE
+it takes a run for a handful of rows, and reads the whole of it rather than follow an index. So a batch looks rows up
+by their key in a LATERAL subquery with LIMIT or OFFSET, which can only be done for one key after the other. What an
+UPDATE moved carries all that later parts need (RETURNING), or is asked for with `(id IN (SELECT ...)) IS TRUE`, which
+is hashed: a join of two CTEs, whose sizes are guessed as 1, compares every row with every other.
+tests/api/test_plans.py holds this.
 """
 
 from __future__ import annotations
@@ -120,12 +127,18 @@ ARRIVE = """
             array_agg(s.start_at ORDER BY s.start_at) AS span_starts,
             array_agg(s.end_at ORDER BY s.start_at) AS span_ends
         FROM item i JOIN span s USING (item)
-        LEFT JOIN policy_versions v ON v.run_no = :run_no AND v.version = s.version
-        LEFT JOIN acks a ON a.run_no = :run_no AND a.worker_id = i.worker_id AND a.incarnation = i.incarnation
-            AND a.version = s.version AND a.matching
+        LEFT JOIN LATERAL (
+            SELECT version, artifact_hash, state, lag_clock FROM policy_versions
+            WHERE run_no = :run_no AND version = s.version LIMIT 1
+        ) v ON true
+        LEFT JOIN LATERAL (
+            SELECT version FROM acks
+            WHERE run_no = :run_no AND worker_id = i.worker_id AND incarnation = i.incarnation AND version = s.version
+                AND matching LIMIT 1
+        ) a ON true
         GROUP BY i.item
     ), gated AS (
-        SELECT i.*, p.version AS judged_version, j.versions, j.oldest_clock, j.newest_clock, j.newest_version,
+        SELECT i.*, j.versions, j.oldest_clock, j.newest_clock, j.newest_version,
             j.span_versions, j.span_hashes, j.span_starts, j.span_ends,
             CASE
                 {{identity}}
@@ -134,7 +147,7 @@ ARRIVE = """
                 WHEN g.state = 'refused' THEN 'group_refused'
             END AS reason
         FROM item i JOIN judged j USING (item) CROSS JOIN pointer p
-        JOIN groups g ON g.run_no = :run_no AND g.group_id = i.{group}
+        JOIN LATERAL (SELECT state FROM groups WHERE run_no = :run_no AND group_id = i.{group} LIMIT 1) g ON true
     ), decided AS (
         SELECT *, CASE
             WHEN reason IS NULL THEN 'generated'
@@ -165,40 +178,47 @@ ARRIVE = """
                span_source, CAST(generation AS jsonb), string_to_array(flags, ','), action_tokens, token_ids,
                action_mask, behavior_log_probs, side_data, side_data_digest,
                CAST(string_to_array(row_starts, ',') AS int[]), octet_length(action_mask)
-        FROM decided JOIN placed USING (rollout_id)
+        FROM decided WHERE (rollout_id IN (SELECT rollout_id FROM placed)) IS TRUE
     ), audit AS (
         INSERT INTO rollout_audit (run_no, rollout_id, revision, event, from_state, to_state, reason, actor,
                                    judged_version)
         SELECT :run_no, rollout_id, 0, 'arrive', NULL, 'generated', NULL, :actor, NULL FROM placed
         UNION ALL
-        SELECT :run_no, rollout_id, 1, CASE placed.state WHEN 'offline' THEN 'set_aside' ELSE 'quarantine' END,
-               'generated', placed.state, placed.reason, :actor,
-               CASE WHEN placed.reason = 'stale_policy' THEN d.judged_version END
-        FROM placed JOIN decided d USING (rollout_id) WHERE placed.reason IS NOT NULL
+        SELECT :run_no, rollout_id, 1, CASE state WHEN 'offline' THEN 'set_aside' ELSE 'quarantine' END,
+               'generated', state, reason, :actor,
+               CASE WHEN reason = 'stale_policy' THEN (SELECT version FROM pointer) END
+        FROM placed WHERE reason IS NOT NULL
     ), stored AS (
         INSERT INTO count_deltas (run_no, name, delta)
         SELECT :run_no, 'evidence_bytes', sum(octet_length(token_ids) + octet_length(action_mask)
             + octet_length(behavior_log_probs) + COALESCE(octet_length(side_data), 0))
-        FROM decided JOIN placed USING (rollout_id) HAVING count(*) > 0
+        FROM decided WHERE (rollout_id IN (SELECT rollout_id FROM placed)) IS TRUE HAVING count(*) > 0
     ), redeemed AS (
-        DELETE FROM tickets t USING (SELECT DISTINCT i.{group} AS group_id FROM item i JOIN placed USING (rollout_id)) g
-        WHERE t.run_no = :run_no AND t.group_id = g.group_id
+        DELETE FROM tickets WHERE run_no = :run_no AND group_id = ANY(ARRAY(
+            SELECT DISTINCT {group} FROM item WHERE (rollout_id IN (SELECT rollout_id FROM placed)) IS TRUE))
     )
     SELECT rollout_id, state, revision, reason FROM placed
 """.replace("{{checks}}", SPAN_CHECKS).replace("{{identity}}", IDENTITY_REASONS)
 
 # Those that are here or were, before retention left only their ids.
 FIND_KNOWN = text("""
-    SELECT rollout_id, state, revision, reason, content_hash FROM rollouts
-    WHERE run_no = :run_no AND rollout_id = ANY(CAST(:rollout_ids AS text[]))
-    UNION ALL
-    SELECT rollout_id, state, revision, NULL, content_hash FROM tombstones
-    WHERE run_no = :run_no AND rollout_id = ANY(CAST(:rollout_ids AS text[]))
+    SELECT k.* FROM unnest(CAST(:rollout_ids AS text[])) AS n (rollout_id)
+    CROSS JOIN LATERAL (
+        SELECT rollout_id, state, revision, reason, content_hash FROM rollouts
+        WHERE run_no = :run_no AND rollout_id = n.rollout_id
+        UNION ALL
+        SELECT rollout_id, state, revision, NULL, content_hash FROM tombstones
+        WHERE run_no = :run_no AND rollout_id = n.rollout_id
+        OFFSET 0
+    ) k
 """)
 
 FIND_ROLLOUTS = text("""
-    SELECT rollout_id, group_id, state, revision, reason, content_hash FROM rollouts
-    WHERE run_no = :run_no AND rollout_id = ANY(CAST(:rollout_ids AS text[]))
+    SELECT r.* FROM unnest(CAST(:rollout_ids AS text[])) AS n (rollout_id)
+    CROSS JOIN LATERAL (
+        SELECT rollout_id, group_id, state, revision, reason, content_hash FROM rollouts
+        WHERE run_no = :run_no AND rollout_id = n.rollout_id LIMIT 1
+    ) r
 """)
 
 # Rejected items leave no row; they are counted for the life of the worker that sent them.
@@ -239,8 +259,12 @@ REWARD = f"""
             (SELECT w.components FROM rewards w WHERE w.run_no = :run_no AND w.rollout_id = i.rollout_id
              ORDER BY w.reward_no DESC LIMIT 1) AS stored_components
         FROM item i
-        LEFT JOIN rollouts r ON r.run_no = :run_no AND r.rollout_id = i.rollout_id
-        LEFT JOIN groups g ON g.run_no = :run_no AND g.group_id = r.{{group}}
+        LEFT JOIN LATERAL (
+            SELECT * FROM rollouts WHERE run_no = :run_no AND rollout_id = i.rollout_id LIMIT 1
+        ) r ON true
+        LEFT JOIN LATERAL (
+            SELECT ruleset_no FROM groups WHERE run_no = :run_no AND group_id = r.{{group}} LIMIT 1
+        ) g ON true
     ), pin AS (
         SELECT DISTINCT ON (group_key) group_key, ruleset_no FROM facts
         WHERE group_key IS NOT NULL AND pinned IS NULL AND status = 'ok' AND stored_status IS DISTINCT FROM 'ok'
@@ -276,28 +300,31 @@ REWARD = f"""
         FROM moves m
         WHERE r.run_no = :run_no AND r.rollout_id = m.rollout_id AND r.revision = m.revision
           AND m.verdict IN ('stored', 'recorded_failure')
-        RETURNING r.rollout_id, r.state, r.revision
+        RETURNING r.rollout_id, r.revision, m.state AS from_state, m.next_state, m.verdict, m.status, m.value,
+            m.components, m.ruleset_no, m.message
     ), audit AS (
         INSERT INTO rollout_audit (run_no, rollout_id, revision, event, from_state, to_state, reason, actor)
-        SELECT :run_no, m.rollout_id, m.revision + 1,
-               CASE m.next_state WHEN 'rewarded' THEN 'reward_ready' ELSE 'reward_fail' END, m.state, m.next_state,
-               CASE WHEN m.next_state = 'reward_failed' THEN 'reward_' || m.status END, :actor
-        FROM moves m JOIN moved USING (rollout_id) WHERE m.next_state IS NOT NULL
+        SELECT :run_no, rollout_id, revision,
+               CASE next_state WHEN 'rewarded' THEN 'reward_ready' ELSE 'reward_fail' END, from_state, next_state,
+               CASE WHEN next_state = 'reward_failed' THEN 'reward_' || status END, :actor
+        FROM moved WHERE next_state IS NOT NULL
     ), kept AS (
         INSERT INTO rewards (run_no, rollout_id, value, components, ruleset_no, actor)
-        SELECT :run_no, m.rollout_id, m.value, CAST(m.components AS jsonb), m.ruleset_no, :actor
-        FROM moves m JOIN moved USING (rollout_id) WHERE m.verdict = 'stored'
+        SELECT :run_no, rollout_id, value, CAST(components AS jsonb), ruleset_no, :actor
+        FROM moved WHERE verdict = 'stored'
     ), failed AS (
         INSERT INTO failures (run_no, stage, kind, message, actor, rollout_id)
-        SELECT :run_no, 'reward', m.status, COALESCE(m.message, 'reward ' || m.status), :actor, m.rollout_id
-        FROM moves m JOIN moved USING (rollout_id) WHERE m.verdict = 'recorded_failure'
+        SELECT :run_no, 'reward', status, COALESCE(message, 'reward ' || status), :actor, rollout_id
+        FROM moved WHERE verdict = 'recorded_failure'
     ), pinned AS (
         UPDATE groups g SET ruleset_no = p.ruleset_no FROM pin p
         WHERE g.run_no = :run_no AND g.group_id = p.group_key AND g.ruleset_no IS NULL
     )
-    SELECT m.item, m.verdict, COALESCE(moved.state, m.state) AS state, COALESCE(moved.revision, m.revision) AS revision,
-           m.stored_value
-    FROM moves m LEFT JOIN moved USING (rollout_id) ORDER BY m.item
+    SELECT item, verdict, CASE WHEN has_moved THEN next_state ELSE state END AS state,
+           revision + CASE WHEN has_moved THEN 1 ELSE 0 END AS revision, stored_value
+    FROM (
+        SELECT *, rollout_id IN (SELECT rollout_id FROM moved WHERE next_state IS NOT NULL) AS has_moved FROM moves
+    ) m ORDER BY item
 """
 
 GROUP_MEMBERS = """
@@ -349,7 +376,7 @@ REFRESH_GROUPS = f"""
         FROM groups g JOIN rollouts r ON r.run_no = g.run_no AND r.{{group}} = g.group_id
         WHERE g.run_no = :run_no AND g.group_id = ANY(CAST(:group_ids AS text[]))
         GROUP BY g.group_id, r.sample_index
-    ), counted AS (
+    ), counted AS MATERIALIZED (
         SELECT group_id,
             CAST(sum(rewarded) AS int) AS rewarded,
             count(*) FILTER (WHERE usable OR NOT pending) >= :group_size AS settled,
@@ -362,7 +389,8 @@ REFRESH_GROUPS = f"""
             rewarded = CASE WHEN g.state = 'open' AND c.hopeless THEN 0 ELSE c.rewarded END,
             settled = c.settled, oldest_clock = c.oldest_clock, freshest_clock = c.freshest_clock,
             newest_clock = c.newest_clock
-        FROM counted c WHERE g.run_no = :run_no AND g.group_id = c.group_id
+        FROM counted c
+        WHERE g.run_no = :run_no AND g.group_id = ANY(CAST(:group_ids AS text[])) AND g.group_id = c.group_id
         RETURNING g.group_id, g.state
     ), fallen AS (
         SELECT r.rollout_id, r.state, r.revision
@@ -371,11 +399,11 @@ REFRESH_GROUPS = f"""
     ), moved AS (
         UPDATE rollouts r SET state = 'offline', reason = 'group_refused', revision = f.revision + 1
         FROM fallen f WHERE r.run_no = :run_no AND r.rollout_id = f.rollout_id AND r.revision = f.revision
-        RETURNING r.rollout_id, r.revision
+        RETURNING r.rollout_id, r.revision, f.state AS from_state
     ), audit AS (
         INSERT INTO rollout_audit (run_no, rollout_id, revision, event, from_state, to_state, reason, actor, update_id)
-        SELECT :run_no, m.rollout_id, m.revision, 'set_aside', f.state, 'offline', 'group_refused', :actor, :update_id
-        FROM moved m JOIN fallen f USING (rollout_id)
+        SELECT :run_no, rollout_id, revision, 'set_aside', from_state, 'offline', 'group_refused', :actor, :update_id
+        FROM moved
     )
     SELECT rollout_id, revision FROM moved
 """

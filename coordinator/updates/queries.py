@@ -1,4 +1,7 @@
-"""Every statement about updates. `{group}` is the rollout column that names the group."""
+"""Every statement about updates. `{group}` is the rollout column that names the group.
+
+How they are planned is by design, as `coordinator.rollouts.queries` has it.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,10 @@ _COLUMNS = f"""
     u.update_id, u.contract_no, CASE WHEN u.state = 'open' AND NOT {_LIVE} THEN 'expired' ELSE u.state END AS state,
     u.owner, u.policy_version, u.artifact_hash, u.lag_clock, u.after_commit_no, u.commit_no, u.reason, u.opened_at,
     u.lease_until, u.ended_at,
-    (SELECT count(*) FROM update_members m JOIN rollouts r USING (run_no, rollout_id)
-     WHERE m.run_no = u.run_no AND m.update_id = u.update_id AND m.verdict = 'reserved' AND r.state = 'reserved'
-       AND r.update_id = u.update_id) AS reserved,
+    (SELECT count(*) FROM update_members m
+     JOIN LATERAL (SELECT * FROM rollouts WHERE run_no = m.run_no AND rollout_id = m.rollout_id LIMIT 1) r
+        ON r.state = 'reserved' AND r.update_id = m.update_id
+     WHERE m.run_no = u.run_no AND m.update_id = u.update_id AND m.verdict = 'reserved') AS reserved,
     w.last_commit_no
 """
 _WITH_RUN = "updates u JOIN runs w USING (run_no)"
@@ -103,17 +107,25 @@ CANDIDATES = """
            r.attempt, v.version AS policy_version, CAST(:lag_clock AS int) - r.oldest_clock AS lag, r.reward,
            c.contract_hash, e.token_ids, e.action_mask, e.behavior_log_probs, e.side_data,
            COALESCE(e.row_starts, '{0}') AS row_starts
-    FROM rollouts r
-    JOIN rollout_evidence e USING (run_no, rollout_id)
-    JOIN contracts c USING (run_no, contract_no)
-    JOIN LATERAL (
+    FROM unnest(CAST(:group_ids AS text[])) WITH ORDINALITY AS n (group_id, place)
+    CROSS JOIN LATERAL (
+        SELECT * FROM rollouts
+        WHERE run_no = :run_no AND {group} = n.group_id
+          AND (state = 'rewarded' OR (state = 'reserved' AND update_id = :update_id))
+        OFFSET 0
+    ) r
+    CROSS JOIN LATERAL (
+        SELECT * FROM rollout_evidence WHERE run_no = :run_no AND rollout_id = r.rollout_id LIMIT 1
+    ) e
+    CROSS JOIN LATERAL (
+        SELECT contract_hash FROM contracts WHERE run_no = :run_no AND contract_no = r.contract_no LIMIT 1
+    ) c
+    CROSS JOIN LATERAL (
         SELECT p.version FROM policy_versions p
-        WHERE p.run_no = r.run_no AND p.version = ANY(r.versions) AND p.lag_clock = r.oldest_clock
+        WHERE p.run_no = :run_no AND p.version = ANY(r.versions) AND p.lag_clock = r.oldest_clock
         ORDER BY p.version LIMIT 1
-    ) v ON true
-    WHERE r.run_no = :run_no AND r.{group} = ANY(CAST(:group_ids AS text[]))
-      AND (r.state = 'rewarded' OR (r.state = 'reserved' AND r.update_id = :update_id))
-    ORDER BY array_position(CAST(:group_ids AS text[]), r.{group}), r.sample_index, r.attempt
+    ) v
+    ORDER BY n.place, r.sample_index, r.attempt
 """
 
 # Why no candidate is there, and since when.
@@ -142,8 +154,11 @@ LAST_BOUND = text("""
 """)
 
 NAMED_EVIDENCE = text("""
-    SELECT rollout_id, action_mask, behavior_log_probs FROM rollout_evidence
-    WHERE run_no = :run_no AND rollout_id = ANY(CAST(:rollout_ids AS text[]))
+    SELECT e.* FROM unnest(CAST(:rollout_ids AS text[])) AS n (rollout_id)
+    CROSS JOIN LATERAL (
+        SELECT rollout_id, action_mask, behavior_log_probs FROM rollout_evidence
+        WHERE run_no = :run_no AND rollout_id = n.rollout_id LIMIT 1
+    ) e
 """)
 
 _CONDITIONS = {
@@ -185,30 +200,46 @@ RESERVE = f"""
         ) WITH ORDINALITY AS n (rollout_id, seen, use, drift, drift_max, drift_k3, drift_outside,
                                  drift_sample_size, item)
     ), pin AS (
-        SELECT r.contract_no FROM named n JOIN rollouts r ON r.run_no = :run_no AND r.rollout_id = n.rollout_id
-        WHERE r.state = 'rewarded' AND r.revision = n.seen ORDER BY n.item LIMIT 1
+        SELECT r.contract_no FROM named n
+        JOIN LATERAL (SELECT * FROM rollouts WHERE run_no = :run_no AND rollout_id = n.rollout_id LIMIT 1) r
+            ON r.state = 'rewarded' AND r.revision = n.seen
+        ORDER BY n.item LIMIT 1
     ), judged AS (
         SELECT n.*, r.state, r.revision, r.{{group}} AS group_key, r.versions, r.ruleset_no, r.worker_id,
             r.incarnation, r.contract_no, r.reward, earlier.drift AS earlier_drift,
             :lag_clock - r.oldest_clock AS lag, {_verdict()} AS verdict
         FROM named n
-        LEFT JOIN rollouts r ON r.run_no = :run_no AND r.rollout_id = n.rollout_id
-        LEFT JOIN policy_versions v ON v.run_no = :run_no AND v.version = r.newest_version
-        LEFT JOIN update_members earlier ON earlier.run_no = :run_no AND earlier.update_id = :update_id
-            AND earlier.rollout_id = n.rollout_id AND earlier.revision = n.seen
+        LEFT JOIN LATERAL (
+            SELECT * FROM rollouts WHERE run_no = :run_no AND rollout_id = n.rollout_id LIMIT 1
+        ) r ON true
+        LEFT JOIN LATERAL (
+            SELECT state FROM policy_versions WHERE run_no = :run_no AND version = r.newest_version LIMIT 1
+        ) v ON true
+        LEFT JOIN LATERAL (
+            SELECT verdict, drift FROM update_members
+            WHERE run_no = :run_no AND update_id = :update_id AND rollout_id = n.rollout_id AND revision = n.seen
+            LIMIT 1
+        ) earlier ON true
     ), usable AS (
-        SELECT group_key, count(*) FILTER (WHERE verdict IN ('reserved', 'idempotent_retry')) AS n
+        SELECT group_key, count(*) FILTER (WHERE verdict IN ('reserved', 'idempotent_retry')) AS n,
+            CASE WHEN :live THEN (
+               SELECT s.rollout_id FROM rollouts s
+               WHERE s.run_no = :run_no AND s.{{group}} = judged.group_key AND s.state = 'rewarded'
+                 AND NOT s.rollout_id = ANY(CAST(:rollout_ids AS text[]))
+               ORDER BY s.rollout_id LIMIT 1) END AS unnamed
         FROM judged GROUP BY group_key
-    ), decided AS (
-        SELECT j.*, CASE WHEN j.verdict = 'reserved' AND u.n < :usable_needed THEN 'group_refused' ELSE j.verdict END
-            AS final
+    ), finals AS (
+        SELECT j.*, u.unnamed,
+            CASE WHEN j.verdict = 'reserved' AND u.n < :usable_needed THEN 'group_refused' ELSE j.verdict END AS final
         FROM judged j LEFT JOIN usable u USING (group_key)
-    ), moves AS (
+    ), decided AS (
         SELECT *, CASE final
             WHEN 'reserved' THEN 'reserved' WHEN 'stale_policy' THEN :stale_to
             WHEN 'policy_drift' THEN 'quarantined' WHEN 'policy_withdrawn' THEN 'quarantined'
         END AS next_state
-        FROM decided WHERE state = 'rewarded' AND revision = seen
+        FROM finals
+    ), moves AS (
+        SELECT * FROM decided WHERE state = 'rewarded' AND revision = seen
     ), moved AS (
         UPDATE rollouts r SET state = m.next_state, revision = r.revision + 1,
             reason = CASE WHEN m.final = 'reserved' THEN NULL ELSE m.final END,
@@ -216,17 +247,18 @@ RESERVE = f"""
         FROM moves m
         WHERE r.run_no = :run_no AND r.rollout_id = m.rollout_id AND r.state = 'rewarded' AND r.revision = m.seen
           AND m.next_state IS NOT NULL
-        RETURNING r.rollout_id, r.state, r.revision
+        RETURNING r.rollout_id, r.state, r.revision, m.seen, m.final, m.use, m.group_key, m.versions, m.ruleset_no,
+            m.contract_no, m.lag, m.drift, m.drift_max, m.drift_k3, m.drift_outside, m.drift_sample_size
     ), audit AS (
         INSERT INTO rollout_audit (run_no, rollout_id, revision, event, from_state, to_state, reason, actor, update_id,
                                    contract_hash, lag, drift, max_lag, max_drift, judged_version)
-        SELECT :run_no, m.rollout_id, moved.revision,
-               CASE moved.state WHEN 'reserved' THEN 'reserve' WHEN 'offline' THEN 'set_aside' ELSE 'quarantine' END,
-               'rewarded', moved.state, CASE WHEN m.final = 'reserved' THEN NULL ELSE m.final END, :actor, :update_id,
-               c.contract_hash, m.lag, m.drift, :max_lag, :max_drift,
+        SELECT :run_no, m.rollout_id, m.revision,
+               CASE m.state WHEN 'reserved' THEN 'reserve' WHEN 'offline' THEN 'set_aside' ELSE 'quarantine' END,
+               'rewarded', m.state, CASE WHEN m.final = 'reserved' THEN NULL ELSE m.final END, :actor, :update_id,
+               (SELECT contract_hash FROM contracts WHERE run_no = :run_no AND contract_no = m.contract_no),
+               m.lag, m.drift, :max_lag, :max_drift,
                CASE WHEN m.final <> 'reserved' THEN CAST(:policy_version AS int) END
-        FROM moves m JOIN moved USING (rollout_id)
-        JOIN contracts c ON c.run_no = :run_no AND c.contract_no = m.contract_no
+        FROM moved m
     ), members AS (
         INSERT INTO update_members (run_no, update_id, rollout_id, revision, verdict, would_refuse, use, group_id,
                                     versions, ruleset_no, lag, drift, drift_max, drift_k3, drift_outside_share,
@@ -236,20 +268,17 @@ RESERVE = f"""
                     WHEN m.drift > :max_drift THEN 'policy_drift' END,
                m.use, m.group_key, m.versions, m.ruleset_no, m.lag, m.drift, m.drift_max, m.drift_k3, m.drift_outside,
                m.drift_sample_size
-        FROM moves m JOIN moved USING (rollout_id)
+        FROM moved m
     )
     SELECT d.item, d.rollout_id, d.final AS verdict, d.group_key AS group_id, d.lag, d.worker_id, d.incarnation,
-           d.contract_no, d.ruleset_no, d.reward, moved.rollout_id IS NOT NULL AS moved, d.drift AS measured,
+           d.contract_no, d.ruleset_no, d.reward, d.moved, d.drift AS measured,
            COALESCE(d.earlier_drift, d.drift) AS drift,
-           COALESCE(moved.state, d.state) AS state, COALESCE(moved.revision, d.revision) AS revision,
+           CASE WHEN d.moved THEN d.next_state ELSE d.state END AS state,
+           d.revision + CASE WHEN d.moved THEN 1 ELSE 0 END AS revision,
            CASE WHEN d.final <> 'reserved' THEN NULL WHEN d.lag > :max_lag THEN 'stale_policy'
                 WHEN d.drift > :max_drift THEN 'policy_drift' END AS would_refuse,
-           CASE WHEN :live THEN (
-               SELECT s.rollout_id FROM rollouts s
-               WHERE s.run_no = :run_no AND s.{{group}} = d.group_key AND s.state = 'rewarded'
-                 AND NOT s.rollout_id = ANY(CAST(:rollout_ids AS text[]))
-               ORDER BY s.rollout_id LIMIT 1) END AS unnamed
-    FROM decided d LEFT JOIN moved USING (rollout_id) ORDER BY d.item
+           d.unnamed
+    FROM (SELECT *, rollout_id IN (SELECT rollout_id FROM moved) AS moved FROM decided) d ORDER BY d.item
 """
 
 PIN_CONTRACT = text("""
@@ -285,22 +314,24 @@ REMEMBER_FALLEN = """
         CAST(:drift_max AS float8[]), CAST(:drift_k3 AS float8[]), CAST(:drift_outside AS float8[]),
         CAST(:drift_sample_size AS float8[])
     ) AS f (rollout_id, seen, use, drift, drift_max, drift_k3, drift_outside, drift_sample_size)
-    JOIN rollouts r ON r.run_no = :run_no AND r.rollout_id = f.rollout_id
+    CROSS JOIN LATERAL (SELECT * FROM rollouts WHERE run_no = :run_no AND rollout_id = f.rollout_id LIMIT 1) r
 """
 
 # Groups of which this update already holds members, in the order in which they were bound.
 OWN_GROUPS = """
-    SELECT m.group_id, count(*) AS members FROM update_members m JOIN rollouts r USING (run_no, rollout_id)
+    SELECT m.group_id, count(*) AS members FROM update_members m
+    JOIN LATERAL (SELECT * FROM rollouts WHERE run_no = m.run_no AND rollout_id = m.rollout_id LIMIT 1) r
+        ON r.state = 'reserved' AND r.update_id = m.update_id
     WHERE m.run_no = :run_no AND m.update_id = :update_id AND m.verdict = 'reserved'
-      AND r.state = 'reserved' AND r.update_id = m.update_id
     GROUP BY m.group_id ORDER BY min(m.at), m.group_id
 """
 
 HELD_ROLLOUTS = """
     SELECT r.rollout_id, r.{group} AS group_id
-    FROM update_members m JOIN rollouts r USING (run_no, rollout_id)
+    FROM update_members m
+    JOIN LATERAL (SELECT * FROM rollouts WHERE run_no = m.run_no AND rollout_id = m.rollout_id LIMIT 1) r
+        ON r.state = 'reserved' AND r.update_id = m.update_id
     WHERE m.run_no = :run_no AND m.update_id = :update_id AND m.verdict = 'reserved'
-      AND r.state = 'reserved' AND r.update_id = m.update_id
 """
 
 WITHDRAWN = text("""
@@ -331,11 +362,13 @@ COMMIT_UPDATE = text("""
 CONSUME = f"""
     WITH discard AS (
         SELECT * FROM unnest(CAST(:discard_ids AS text[]), CAST(:discard_reasons AS text[])) AS d (rollout_id, reason)
+    ), named AS MATERIALIZED (
+        SELECT r.rollout_id, r.revision, r.{{group}} AS group_id, r.state, r.update_id, d.reason
+        FROM unnest(CAST(:held_ids AS text[])) AS n (rollout_id)
+        CROSS JOIN LATERAL (SELECT * FROM rollouts WHERE run_no = :run_no AND rollout_id = n.rollout_id LIMIT 1) r
+        LEFT JOIN discard d ON d.rollout_id = n.rollout_id
     ), held AS (
-        SELECT r.rollout_id, r.revision, r.{{group}} AS group_id, d.reason
-        FROM rollouts r LEFT JOIN discard d USING (rollout_id)
-        WHERE r.run_no = :run_no AND r.rollout_id = ANY(CAST(:held_ids AS text[])) AND r.state = 'reserved'
-          AND r.update_id = :update_id
+        SELECT * FROM named WHERE state = 'reserved' AND update_id = :update_id
     ), moved AS (
         UPDATE rollouts r SET state = CASE WHEN h.reason IS NULL THEN 'consumed' ELSE 'offline' END,
             update_id = CASE WHEN h.reason IS NULL THEN r.update_id END, reason = h.reason, revision = h.revision + 1
@@ -343,23 +376,27 @@ CONSUME = f"""
         RETURNING r.rollout_id, r.revision, r.state, r.reason
     ), spent AS (
         UPDATE groups g SET state = 'spent', rewarded = 0, held_by = NULL, held_until = NULL
-        WHERE g.run_no = :run_no AND g.group_id IN (SELECT group_id FROM held)
+        WHERE g.run_no = :run_no AND g.group_id = ANY(ARRAY(SELECT DISTINCT group_id FROM held))
     ), left_over AS (
-        SELECT r.rollout_id, r.state, r.revision FROM rollouts r
-        WHERE r.run_no = :run_no AND r.{{group}} IN (SELECT group_id FROM held)
-          AND r.state IN ({", ".join(f"'{s}'" for s in sources("set_aside"))})
+        SELECT r.rollout_id, r.state, r.revision FROM (SELECT DISTINCT group_id FROM held) h
+        CROSS JOIN LATERAL (
+            SELECT rollout_id, state, revision FROM rollouts
+            WHERE run_no = :run_no AND {{group}} = h.group_id
+              AND state IN ({", ".join(f"'{s}'" for s in sources("set_aside"))})
+            OFFSET 0
+        ) r
     ), fallen AS (
         UPDATE rollouts r SET state = 'offline', reason = 'group_spent', revision = l.revision + 1
         FROM left_over l WHERE r.run_no = :run_no AND r.rollout_id = l.rollout_id AND r.revision = l.revision
-        RETURNING r.rollout_id, r.revision
+        RETURNING r.rollout_id, r.revision, l.state AS from_state
     )
     INSERT INTO rollout_audit (run_no, rollout_id, revision, event, from_state, to_state, reason, actor, update_id)
     SELECT :run_no, rollout_id, revision, CASE state WHEN 'consumed' THEN 'commit' ELSE 'discard' END, 'reserved',
            state, reason, :actor, :update_id
     FROM moved
     UNION ALL
-    SELECT :run_no, f.rollout_id, f.revision, 'set_aside', l.state, 'offline', 'group_spent', :actor, :update_id
-    FROM fallen f JOIN left_over l USING (rollout_id)
+    SELECT :run_no, rollout_id, revision, 'set_aside', from_state, 'offline', 'group_spent', :actor, :update_id
+    FROM fallen
 """
 
 # Gives back what the update holds, or quarantines it.

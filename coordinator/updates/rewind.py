@@ -103,11 +103,10 @@ BRING_BACK = (
     , moved AS (
         UPDATE rollouts r SET state = {STATE_BY_REWARD}, reason = NULL, update_id = NULL, revision = b.revision + 1
         FROM back b WHERE r.run_no = :run_no AND r.rollout_id = b.rollout_id AND r.revision = b.revision
-        RETURNING r.rollout_id, r.state, r.revision
+        RETURNING r.rollout_id, r.state, r.revision, b.state AS from_state
     ), audit AS (
         INSERT INTO rollout_audit (run_no, rollout_id, revision, event, from_state, to_state, reason, actor)
-        SELECT :run_no, m.rollout_id, m.revision, 'rewind', b.state, m.state, :rewind_id, :actor
-        FROM moved m JOIN back b USING (rollout_id)
+        SELECT :run_no, rollout_id, revision, 'rewind', from_state, state, :rewind_id, :actor FROM moved
     ), opened AS (
         UPDATE groups g SET state = 'open', held_by = NULL, held_until = NULL
         WHERE g.run_no = :run_no AND g.group_id IN (SELECT group_id FROM reopened)
