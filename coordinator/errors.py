@@ -14,7 +14,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from coordinator.wire.columns import ArrowError
+from coordinator.wire.arrow_stream import ArrowError, TooManyRowsError
 from coordinator.wire.problems import MEDIA_TYPE, PROBLEMS, ProblemDocument, problem_document
 
 log = logging.getLogger("coordinator")
@@ -71,7 +71,7 @@ async def _http(_: Request, error: Exception) -> JSONResponse:
 
 
 async def _unreadable(_: Request, error: Exception) -> JSONResponse:
-    return _answer("invalid_arrow", str(error))
+    return _answer("too_large" if isinstance(error, TooManyRowsError) else "invalid_arrow", str(error))
 
 
 # SQLSTATE classes and codes after which the same request may succeed: the connection broke, a deadlock or a full

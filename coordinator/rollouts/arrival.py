@@ -27,6 +27,7 @@ from coordinator.rules.identity import (
     content_hash,
 )
 from coordinator.runs.service import Run, contract_numbers, counts, get_run
+from coordinator.wire.base import LARGEST_BATCH
 from coordinator.wire.columns import (
     RolloutColumns,
     decode_rollouts,
@@ -46,7 +47,6 @@ from coordinator.wire.rollouts import (
 
 log = logging.getLogger("coordinator.arrival")
 
-LARGEST_BATCH = 4096
 LARGEST_BATCH_TOKENS = 8 * 2**20
 
 
@@ -108,8 +108,6 @@ def decode_arrow(body: bytes) -> RolloutColumns:
     columns = decode_rollouts(body)
     if not len(columns):
         raise Refusal("invalid_request", "a batch holds at least one rollout")
-    if len(columns) > LARGEST_BATCH:
-        raise Refusal("too_large", f"a batch holds at most {LARGEST_BATCH} rollouts, not {len(columns)}")
     return columns
 
 

@@ -16,10 +16,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from pydantic import ValidationError
+import pyarrow.compute as pc
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from coordinator.rules.identity import Fault
+from coordinator.wire.arrow_stream import ArrowError as ArrowError
+from coordinator.wire.arrow_stream import check_stream
+from coordinator.wire.base import LARGEST_BATCH, LARGEST_RESERVATION
 from coordinator.wire.rollouts import EvidenceAnswer, Rollout, RolloutEvidence, RolloutIdentity
 from coordinator.wire.updates import (
     CandidateRollout,
@@ -107,10 +111,6 @@ RESERVE_SCHEMA = pa.schema(
 """Reservation; float64 log-probs are taken too. The metadata's `request` holds the other fields as JSON."""
 
 
-class ArrowError(ValueError):
-    """The stream is no Arrow IPC stream, or lacks a column, or has one of another type."""
-
-
 @dataclass(frozen=True)
 class Ragged:
     """One column of lists: flat values [N] and offsets [n + 1]."""
@@ -158,6 +158,7 @@ class RolloutColumns:
 def _read_table(
     data: bytes,
     schema: pa.Schema,
+    most_rows: int,
     wide: frozenset[str] = frozenset(),
     optional: frozenset[str] = frozenset(),
 ) -> pa.Table:
@@ -165,8 +166,9 @@ def _read_table(
 
     Columns in `wide` may be of float64.
     """
+    check_stream(data, most_rows)
     try:
-        with pa.ipc.open_stream(io.BytesIO(data)) as reader:
+        with pa.ipc.open_stream(pa.py_buffer(data)) as reader:
             table = reader.read_all()
             table.validate(full=True)
     except (pa.ArrowException, OSError, ValueError, TypeError, OverflowError) as error:
@@ -182,18 +184,52 @@ def _read_table(
     kept = [field for field in schema if field.name in names]
     for field in kept:
         column = table.column(field.name)
-        if pa.types.is_list_view(column.type) or pa.types.is_large_list_view(column.type):
-            # pyarrow 26 casts [[1, 2, 3], [4, 5]] from a list view to [[1, 2, 3], []].
+        if not _fits(column.type, field.type):
             raise ArrowError(f"column {field.name} is {column.type}, not {field.type}")
         if column.type != field.type and not (field.name in wide and _is_float_list(column.type)):
             try:
                 if pa.types.is_dictionary(column.type):
-                    column = column.cast(column.type.value_type)
+                    column = _plain(field.name, column, len(data))
                 column = column.cast(field.type)
             except pa.ArrowException as error:
                 raise ArrowError(f"column {field.name} is {column.type}, not {field.type}") from error
         columns.append(column.combine_chunks())
     return pa.table(columns, names=[field.name for field in kept]).replace_schema_metadata(table.schema.metadata)
+
+
+def _fits(found: pa.DataType, wanted: pa.DataType) -> bool:
+    """Whether values are of one kind, so that a cast changes their width and nothing else. It may still fail."""
+    kind = pa.types
+    if kind.is_list(wanted):
+        # List views are none of these: pyarrow 26 casts [[1, 2, 3], [4, 5]] from a list view to [[1, 2, 3], []].
+        lists = kind.is_list(found) or kind.is_large_list(found) or kind.is_fixed_size_list(found)
+        return kind.is_null(found) or bool(
+            lists and not kind.is_null(found.value_type) and _fits(found.value_type, wanted.value_type)
+        )
+    if kind.is_struct(wanted):
+        return bool(
+            kind.is_struct(found)
+            and [f.name for f in found] == [f.name for f in wanted]
+            and all(not kind.is_null(f.type) and _fits(f.type, w.type) for f, w in zip(found, wanted, strict=True))
+        )
+    if kind.is_null(found):  # a column of nothing else
+        return True
+    if kind.is_string(wanted):
+        text = found.value_type if kind.is_dictionary(found) else found
+        return bool(kind.is_string(text) or kind.is_large_string(text))
+    if kind.is_integer(wanted):
+        return bool(kind.is_integer(found))
+    if kind.is_floating(wanted):
+        return bool(kind.is_floating(found) or kind.is_integer(found))
+    return bool(found == wanted)
+
+
+def _plain(name: str, column: pa.ChunkedArray, size: int) -> pa.ChunkedArray:
+    """A dictionary column's texts, unless they are much more than the stream's bytes: one text may count many times."""
+    lengths = (pc.sum(pc.binary_length(c.dictionary).take(c.indices)).as_py() or 0 for c in column.chunks)
+    if sum(lengths) > size + 1024 * len(column):
+        raise ArrowError(f"column {name} has a dictionary whose texts are too long for their number")
+    return column.cast(column.type.value_type)
 
 
 def _is_float_list(kind: pa.DataType) -> bool:
@@ -239,7 +275,9 @@ def validation_fault(error: ValidationError) -> Fault:
 
 def decode_rollouts(data: bytes) -> RolloutColumns:
     """Reads an arrival's Arrow stream. A row without a whole identity becomes a Fault; ArrowError refuses all."""
-    table = _read_table(data, ROLLOUT_SCHEMA, optional=_MAY_BE_LEFT_OUT)
+    table = _read_table(data, ROLLOUT_SCHEMA, LARGEST_BATCH, optional=_MAY_BE_LEFT_OUT)
+    if (pc.sum(pc.list_value_length(table.column("spans"))).as_py() or 0) > len(data) // 64:
+        raise ArrowError("column spans has more entries than their hashes, of 64 digits each, would have room for")
     blobs = [
         name for name in ("token_ids", "action_mask", "behavior_log_probs", "side_data") if name in table.schema.names
     ]
@@ -247,18 +285,23 @@ def decode_rollouts(data: bytes) -> RolloutColumns:
     identities: list[RolloutIdentity | Fault] = []
     contracts: dict[str | None, Any] = {}
     for row in rows:
+        parsed = {}
         try:
             if row.get("reward") is not None:
-                row["reward"] = from_json(row["reward"])
+                parsed["reward"] = from_json(row["reward"])
             for name in ("contract", "generation"):
                 text = row[name]
                 if text not in contracts:
                     contracts[text] = from_json(text) if text else ({} if name == "generation" else None)
-                row[name] = contracts[text]
-            identities.append(RolloutIdentity.model_validate({k: v for k, v in row.items() if v is not None}))
+                parsed[name] = contracts[text]
+            identities.append(
+                RolloutIdentity.model_validate({k: v for k, v in (row | parsed).items() if v is not None})
+            )
         except ValidationError as error:
+            contracts.clear()  # a refused row's may be large
             identities.append(validation_fault(error))
         except ValueError as error:
+            contracts.clear()
             identities.append(Fault("invalid_field", "contract", f"contract, generation or reward is no JSON: {error}"))
     return RolloutColumns(
         identities,
@@ -412,21 +455,35 @@ def encode_candidates(columns: CandidateColumns) -> bytes:
     return _write(pa.table([arrays[name] for name in CANDIDATE_SCHEMA.names], schema=schema))
 
 
+_NAMES = TypeAdapter(list[str])
+_TEXT = TypeAdapter(str | None)
+_RESERVED = TypeAdapter(list[ReserveVerdict] | None)
+_EMPTY = TypeAdapter(EmptyReason | None)
+
+
 def decode_candidates(data: bytes) -> CandidateColumns:
-    """Reads a candidates answer."""
-    table = _read_table(data, CANDIDATE_SCHEMA)
+    """Reads a candidates answer. ArrowError where it is none."""
+    table = _read_table(data, CANDIDATE_SCHEMA, len(data) // 32)  # 11 columns take at least 4 bytes each
     metadata = table.schema.metadata or {}
-    empty = json.loads(metadata.get(b"empty", b"null"))
-    reserved = json.loads(metadata.get(b"reserved", b"null"))
+    try:
+        groups = _NAMES.validate_json(metadata.get(b"groups", b"[]"), strict=True)
+        empty = _EMPTY.validate_json(metadata.get(b"empty", b"null"))
+        contract_hash = _TEXT.validate_json(metadata.get(b"contract_hash", b"null"), strict=True)
+        reserved = _RESERVED.validate_json(metadata.get(b"reserved", b"null"))
+    except ValidationError as error:
+        raise ArrowError(f"the schema's metadata is not that of candidates: {str(error)[:200]}") from error
+    nulls = [name for name in table.column_names if name != "side_data" and table.column(name).null_count]
+    if nulls:
+        raise ArrowError(f"columns hold nulls: {nulls}")
     return CandidateColumns(
         **{name: table.column(name).to_pylist() for name in _CANDIDATE_SCALARS},
         token_ids=_ragged_column(table, "token_ids", np.int64),
         action_mask=_ragged_column(table, "action_mask", np.bool_),
         behavior_log_probs=_ragged_column(table, "behavior_log_probs", np.float32),
-        groups=json.loads(metadata.get(b"groups", b"[]")),
-        empty=EmptyReason.model_validate(empty) if empty else None,
-        contract_hash=json.loads(metadata.get(b"contract_hash", b"null")),
-        reserved=None if reserved is None else [ReserveVerdict.model_validate(verdict) for verdict in reserved],
+        groups=groups,
+        empty=empty,
+        contract_hash=contract_hash,
+        reserved=reserved,
     )
 
 
@@ -480,14 +537,18 @@ def encode_evidence(columns: EvidenceColumns) -> bytes:
 
 
 def decode_evidence(data: bytes) -> EvidenceColumns:
-    """Reads an evidence answer."""
-    table = _read_table(data, EVIDENCE_SCHEMA)
+    """Reads an evidence answer. ArrowError where it is none."""
+    table = _read_table(data, EVIDENCE_SCHEMA, len(data) // 28)  # 7 columns take at least 4 bytes each
+    try:
+        missing = _NAMES.validate_json((table.schema.metadata or {}).get(b"missing", b"[]"), strict=True)
+    except ValidationError as error:
+        raise ArrowError(f"the schema's metadata is not that of evidence: {str(error)[:200]}") from error
     return EvidenceColumns(
         **{name: table.column(name).to_pylist() for name in _EVIDENCE_SCALARS},
         token_ids=_ragged_column(table, "token_ids", np.int64),
         action_mask=_ragged_column(table, "action_mask", np.bool_),
         behavior_log_probs=_ragged_column(table, "behavior_log_probs", np.float32),
-        missing=json.loads((table.schema.metadata or {}).get(b"missing", b"[]")),
+        missing=missing,
     )
 
 
@@ -549,7 +610,7 @@ def encode_reserve(columns: ReserveColumns) -> bytes:
 
 def decode_reserve(data: bytes) -> ReserveColumns:
     """Reads a reservation's Arrow stream. ArrowError, or pydantic's ValidationError, where it is wrong."""
-    table = _read_table(data, RESERVE_SCHEMA, frozenset({"current_log_probs"}))
+    table = _read_table(data, RESERVE_SCHEMA, LARGEST_RESERVATION, frozenset({"current_log_probs"}))
     try:
         request = from_json((table.schema.metadata or {})[b"request"])
     except (KeyError, ValueError) as error:

@@ -40,10 +40,12 @@ class PreparePolicy(WireModel):
 
     version: Version
     parent_version: Version = Field(description="the version that the updates began from")
-    updates: tuple[Identifier, ...] = Field((), description="the committed updates that made this version")
+    updates: tuple[Identifier, ...] = Field(
+        (), fail_fast=True, description="the committed updates that made this version"
+    )
     kind: Literal["lora", "full"] = "lora"
     base_model: BaseModelIdentity
-    files: tuple[ArtifactFile, ...] = Field(min_length=1, max_length=10_000)
+    files: tuple[ArtifactFile, ...] = Field(min_length=1, max_length=10_000, fail_fast=True)
 
 
 class PolicyView(WireModel):
@@ -75,7 +77,7 @@ class OpenActivation(WireModel):
 
     activation_id: Identifier
     required_workers: tuple[Name, ...] | None = Field(
-        None, description="by name; left out: every live worker that is neither draining nor fenced"
+        None, fail_fast=True, description="by name; left out: every live worker that is neither draining nor fenced"
     )
 
 

@@ -5,9 +5,20 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import Base64Bytes, Field, model_validator
+from pydantic import Base64Bytes, BeforeValidator, Field, model_validator
 
-from coordinator.wire.base import Identifier, Label, Message, Name, Sha256, Version, WireModel
+from coordinator.wire.base import (
+    LARGEST_BATCH,
+    Flag,
+    Identifier,
+    Label,
+    Message,
+    Name,
+    Real,
+    Sha256,
+    Version,
+    WireModel,
+)
 from coordinator.wire.runs import GenerationContract
 
 State = Literal[
@@ -44,20 +55,30 @@ class Span(WireModel):
 class Generation(WireModel):
     """Recorded beside the contract; not part of it."""
 
-    seed: int | None = None
-    max_tokens: int | None = None
-    stop: tuple[Message, ...] | None = None
+    seed: Annotated[int, Field(strict=True)] | None = None
+    max_tokens: Annotated[int, Field(strict=True)] | None = None
+    stop: Annotated[tuple[Message, ...], Field(fail_fast=True)] | None = None
     finish_reason: Label | None = None
     engine: Label | None = None
     engine_version: Label | None = None
+
+
+def _few(components: Any) -> Any:
+    # Before they are looked at one by one, since each that is wrong becomes an error of about 1.4 kB.
+    if isinstance(components, dict) and len(components) > 1000:
+        raise ValueError("more than 1000 components")
+    return components
+
+
+Components = Annotated[dict[Label, Real], Field(max_length=1000), BeforeValidator(_few)]
 
 
 class ArrivalReward(WireModel):
     """A reward under a named ruleset. A timeout or an error has no value, never 0.0."""
 
     status: Literal["ok", "timeout", "error"]
-    value: float | None = None
-    components: dict[Label, float] | None = None
+    value: Real | None = None
+    components: Components | None = None
     ruleset_id: Identifier
     ruleset_hash: Sha256
     message: Message | None = None
@@ -72,7 +93,7 @@ class RolloutIdentity(WireModel):
     group_id: Identifier
     sample_index: Index
     attempt: Index = 0
-    spans: tuple[Span, ...] = Field(min_length=1, max_length=10_000)
+    spans: tuple[Span, ...] = Field(min_length=1, max_length=10_000, fail_fast=True)
     span_source: Literal["engine", "segmented", "dispatch"]
     worker_id: Name
     incarnation: Identifier
@@ -104,16 +125,16 @@ class Rollout(RolloutIdentity):
     `token_ids[i]` given everything before it; masked log-probs may be null.
     """
 
-    token_ids: list[Annotated[int, Field(strict=True, ge=-(2**31), le=2**31 - 1)]] = Field(min_length=1)
-    action_mask: list[Annotated[bool, Field(strict=True)]]
-    behavior_log_probs: list[float | None]
+    token_ids: list[Annotated[int, Field(strict=True, ge=-(2**31), le=2**31 - 1)]] = Field(min_length=1, fail_fast=True)
+    action_mask: list[Flag] = Field(fail_fast=True)
+    behavior_log_probs: list[Real | None] = Field(fail_fast=True)
     side_data: Base64Bytes | None = Field(None, description="one opaque blob, in base64: routed experts, image refs")
 
 
 class RolloutBatch(WireModel):
     """Rollouts to be taken in; each is answered by itself."""
 
-    rollouts: list[Rollout] = Field(min_length=1, max_length=4096)
+    rollouts: list[Rollout] = Field(min_length=1, max_length=LARGEST_BATCH, fail_fast=True)
 
 
 class ArrivalVerdict(WireModel):
@@ -146,7 +167,7 @@ class Reward(ArrivalReward):
 class RewardBatch(WireModel):
     """Rewards; each is answered by itself."""
 
-    rewards: list[Reward] = Field(min_length=1, max_length=4096)
+    rewards: list[Reward] = Field(min_length=1, max_length=LARGEST_BATCH, fail_fast=True)
 
 
 class RewardVerdict(WireModel):
@@ -169,8 +190,8 @@ class RescoredReward(WireModel):
     """The new reward of one member: a finite value, or components whose sum it is."""
 
     rollout_id: Identifier
-    value: float | None = None
-    components: dict[Label, float] | None = None
+    value: Real | None = None
+    components: Components | None = None
 
 
 class Rescore(WireModel):

@@ -7,19 +7,19 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from coordinator.wire.base import Label, Name, Sha256, Version, WireModel
+from coordinator.wire.base import Label, Name, Real, Sha256, Version, WireModel
 from coordinator.wire.policies import BaseModelIdentity, PolicyRef
 
 Gate = Literal["enforce", "observe"]
-Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
-Retention = Annotated[float, Field(gt=0, le=10 * 366 * 24 * 3600)]
+Seconds = Annotated[Real, Field(gt=0, le=7 * 24 * 3600)]
+Retention = Annotated[Real, Field(gt=0, le=10 * 366 * 24 * 3600)]
 
 
 class RunSettings(WireModel):
     """The admission rule and the clocks of a run, fixed at its creation. Durations are seconds."""
 
     max_lag: int = Field(4, strict=True, ge=0, le=1_000_000, description="greatest admissible lag, in policy versions")
-    max_drift: float = Field(0.2, ge=0, description="greatest admissible mean |d log-prob| over action tokens")
+    max_drift: Real = Field(0.2, ge=0, description="greatest admissible mean |d log-prob| over action tokens")
     lag_gate: Gate = Field("enforce", description="observe: a stale rollout is recorded as would_refuse, not refused")
     drift_gate: Literal["enforce", "observe", "off"] = Field(
         "enforce", description="observe: recorded as would_refuse; off: no current log-probs are asked for"
@@ -33,13 +33,15 @@ class RunSettings(WireModel):
         description="members of a group; none: every rollout is its own group",
     )
     max_attempts: int = Field(1, strict=True, ge=1, le=1000, description="attempts at one member of a group")
-    min_usable: int | Literal["all"] | None = Field(
+    min_usable: Annotated[int, Field(strict=True)] | Literal["all"] | None = Field(
         None, description="members that must be admissible; default 2, or the group size if smaller"
     )
     groups_per_update: int | None = Field(
         None, strict=True, ge=1, description="groups that one update takes; sets the capacity for tickets"
     )
-    required_caches: tuple[Label, ...] = Field((), description="caches that every ack must say it reset")
+    required_caches: tuple[Label, ...] = Field(
+        (), fail_fast=True, description="caches that every ack must say it reset"
+    )
     activation: Literal["last_ack", "by_hand"] = Field("last_ack", description="what makes the switch")
     on_expiry: Literal["release", "quarantine"] = Field("release", description="what an expired lease does")
     other_contract: Literal["reject", "keep_apart"] = Field(
@@ -92,10 +94,10 @@ class GenerationContract(WireModel):
 
     tokenizer_hash: Sha256
     chat_template_hash: Sha256
-    temperature: float = Field(ge=0)
-    top_p: float = Field(gt=0, le=1)
+    temperature: Real = Field(ge=0)
+    top_p: Real = Field(gt=0, le=1)
     top_k: int = Field(0, strict=True, ge=0, description="0: off")
-    min_p: float = Field(0.0, ge=0, le=1)
+    min_p: Real = Field(0.0, ge=0, le=1)
     logprobs_mode: Literal["raw", "processed"]
     dtype: Literal["float32", "bfloat16", "float16", "float8"]
 

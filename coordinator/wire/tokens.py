@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from datetime import datetime
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from coordinator.wire.base import Name, WireModel
 
@@ -20,6 +21,14 @@ class CreateToken(WireModel):
     run_id: Name | None = None
     worker_id: Name | None = None
     expires_at: datetime | None = None
+
+    @field_validator("expires_at", mode="before")
+    @classmethod
+    def _expiry_is_a_time(cls, value: object) -> object:
+        # A bare number would be taken for seconds or milliseconds since 1970, whichever seems likelier.
+        if isinstance(value, datetime | None) or (isinstance(value, str) and re.match(r"\d{4}-\d\d-\d\d[Tt ]", value)):
+            return value
+        raise ValueError("expires_at is an RFC 3339 time, such as 2030-01-31T12:00:00Z")
 
     @model_validator(mode="after")
     def _worker_is_bound(self) -> CreateToken:

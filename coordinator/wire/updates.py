@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from coordinator.wire.base import Count, Identifier, Sha256, Version, WireModel
+from coordinator.wire.base import LARGEST_RESERVATION, Count, Flag, Identifier, Real, Sha256, Version, WireModel
 
 Owner = Annotated[Identifier, Field(description="the incarnation of the trainer process that owns the update")]
 
@@ -52,7 +52,7 @@ class CandidatesRequest(WireModel):
     rollouts: int | None = Field(
         None, strict=True, ge=1, le=16_384, description="in place of groups: whole groups until this many are reached"
     )
-    wait_seconds: float = Field(0, ge=0, le=3600, description="how long to wait for that many")
+    wait_seconds: Real = Field(0, ge=0, le=3600, description="how long to wait for that many")
     reserve: bool = Field(
         False,
         strict=True,
@@ -147,7 +147,7 @@ class ReserveItem(WireModel):
 
     rollout_id: Identifier
     revision: Count
-    current_log_probs: list[float | None] | None = None
+    current_log_probs: Annotated[list[Real | None], Field(fail_fast=True)] | None = None
     use: str | None = Field(None, max_length=100, description="kept for lineage: chosen, rejected, a pair id")
 
 
@@ -156,8 +156,8 @@ class ReserveRequest(WireModel):
 
     owner: Owner
     after_commit_no: Count = Field(description="the last commit that the weights contain; 0: none")
-    confirm_drift: bool = False
-    rollouts: list[ReserveItem] = Field(min_length=1, max_length=16_384)
+    confirm_drift: Flag = False
+    rollouts: list[ReserveItem] = Field(min_length=1, max_length=LARGEST_RESERVATION, fail_fast=True)
 
 
 class GroupVerdict(WireModel):
@@ -193,7 +193,7 @@ class CommitUpdate(WireModel):
 
     owner: Owner
     after_commit_no: Count
-    discards: list[Discard] = Field(default_factory=list, max_length=16_384)
+    discards: list[Discard] = Field(default_factory=list, max_length=LARGEST_RESERVATION, fail_fast=True)
 
 
 class AbortUpdate(WireModel):
@@ -201,7 +201,7 @@ class AbortUpdate(WireModel):
 
     owner: Owner
     reason: str = Field(min_length=1, max_length=500)
-    quarantine: bool = Field(False, description="quarantine what it holds instead of releasing it")
+    quarantine: Flag = Field(False, description="quarantine what it holds instead of releasing it")
 
 
 class LineageSpan(WireModel):

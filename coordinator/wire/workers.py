@@ -54,7 +54,7 @@ class Ack(WireModel):
     version: Version
     artifact_hash: Sha256
     digest: str | None = Field(None, max_length=200, description="of the weights in the engine's memory")
-    caches_reset: tuple[Label, ...] = ()
+    caches_reset: tuple[Label, ...] = Field((), fail_fast=True)
 
 
 class AckVerdict(WireModel):
@@ -85,7 +85,7 @@ class TicketRequest(WireModel):
     """Groups that a worker would like to generate."""
 
     incarnation: Identifier
-    group_ids: tuple[Identifier, ...] = Field(min_length=1, max_length=1000)
+    group_ids: tuple[Identifier, ...] = Field(min_length=1, max_length=1000, fail_fast=True)
 
 
 class TicketAnswer(WireModel):

@@ -202,7 +202,7 @@ async def test_a_sum_of_components_beyond_float64_costs_only_its_item(ledger: Le
 
 async def test_an_arrow_stream_cut_anywhere_is_refused_whole(ledger: Ledger) -> None:
     stream = encode_rollouts(rollout_columns([Rollout.model_validate(ledger.rollout("r"))]))
-    for length in range(0, len(stream) - 8, 24):  # the last 8 bytes are the end mark, which Arrow lets a writer omit
+    for length in (*range(0, len(stream), 24), len(stream) - 8, len(stream) - 1):
         response = await ledger.call("POST", "/rollouts", content=stream[:length], headers=ARROW)
         assert response.status_code == 422, length
         refused(response, 422, response.json()["code"])
