@@ -6,16 +6,27 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
+from typing import Literal
 
 from coordinator.client.artifacts import describe, file_names
 from coordinator.client.connection import Connection, Progress, read
-from coordinator.client.errors import ArtifactCorrupt, NotActivated
+from coordinator.client.errors import ArtifactCorrupt, NotActivated, UnexpectedAnswer
 from coordinator.client.pace import run_blocking
 from coordinator.client.policies import download, upload
 from coordinator.client.updates import Update
 from coordinator.client.workers import Worker
-from coordinator.wire.columns import ARROW_MEDIA_TYPE, RolloutColumns, encode_rollouts, rollout_columns
+from coordinator.wire.arrow_stream import ArrowError
+from coordinator.wire.columns import (
+    ARROW_MEDIA_TYPE,
+    EvidenceColumns,
+    RolloutColumns,
+    decode_evidence,
+    encode_rollouts,
+    rollout_columns,
+)
+from coordinator.wire.diagnosis import Diagnosis
 from coordinator.wire.policies import (
     ActivationList,
     ActivationVerdict,
@@ -29,8 +40,19 @@ from coordinator.wire.policies import (
     PreparePolicy,
     Watch,
 )
+from coordinator.wire.rewinds import Rewind, RewindList, RewindView
 from coordinator.wire.rollouts import (
     ArrivalAnswer,
+    Audit,
+    AuditEntry,
+    EvidenceRequest,
+    GenerationFailure,
+    GenerationFailureBatch,
+    Release,
+    ReleaseAnswer,
+    Rescore,
+    RescoreAnswer,
+    RescoredReward,
     Reward,
     RewardAnswer,
     RewardBatch,
@@ -41,8 +63,8 @@ from coordinator.wire.rollouts import (
     RolloutView,
     State,
 )
-from coordinator.wire.runs import FailureList, FailureView, Journal, JournalEntry, RunCounts, RunView
-from coordinator.wire.updates import Lineage, UpdateList, UpdateView
+from coordinator.wire.runs import FailureList, FailureView, Journal, JournalEntry, RunCounts, RunView, Stage
+from coordinator.wire.updates import Lineage, LineageUse, LineageUses, UpdateList, UpdateView
 from coordinator.wire.workers import FenceWorker, WorkerList, WorkerView
 
 _POLL_SECONDS = 20.0
@@ -93,14 +115,62 @@ class Run:
                 return
             after = page.next_after
 
-    def failures(self, after: int = 0) -> Iterator[FailureView]:
-        """Every recorded failure after number `after`, oldest first."""
+    def failures(self, after: int = 0, stage: Stage | None = None) -> Iterator[FailureView]:
+        """Every recorded failure after number `after`, oldest first, all or those of one stage."""
+        params: dict[str, str | int | float] = {"after": after}
+        if stage is not None:
+            params["stage"] = stage
         while True:
-            page = self._connection.call("GET", (*self._path, "failures"), FailureList, params={"after": after})
+            page = self._connection.call("GET", (*self._path, "failures"), FailureList, params=params)
             yield from page.failures
             if not page.failures:
                 return
-            after = page.next_after
+            params["after"] = page.next_after
+
+    def diagnosis(self) -> Diagnosis:
+        """Why training is not moving: `blockers` in the order in which to look at them, and how everything stands."""
+        return self._connection.call("GET", (*self._path, "diagnosis"), Diagnosis)
+
+    def audit(
+        self,
+        *,
+        rollout_id: str | None = None,
+        update_id: str | None = None,
+        at_from: datetime | None = None,
+        at_before: datetime | None = None,
+    ) -> Iterator[AuditEntry]:
+        """Every change of rollouts in the order of time, all or those of one rollout, update or span of time."""
+        params = _given(rollout_id=rollout_id, update_id=update_id, at_from=at_from, at_before=at_before)
+        while True:
+            page = self._connection.call("GET", (*self._path, "audit"), Audit, params=params)
+            yield from page.entries
+            if page.next_after is None:
+                return
+            params["after"] = page.next_after
+
+    def rewind(
+        self,
+        to_commit_no: int,
+        reason: str,
+        *,
+        consumed: Literal["release", "spent"] = "release",
+        rewind_id: str | None = None,
+        restoring_version: int | None = None,
+    ) -> RewindView:
+        """Go back to the commit that a restored checkpoint contains; 0: to before the first one.
+
+        Later commits are undone once: what they consumed is released, or stays spent. Where the active version was
+        withdrawn, the answer's `restoring` is the version to activate next. A `rewind_id` of the caller's own makes
+        a retry after a lost answer find the same rewind.
+        """
+        body = Rewind(to_commit_no=to_commit_no, consumed=consumed, reason=reason, restoring_version=restoring_version)
+        name = f"rewind-{uuid.uuid4().hex}" if rewind_id is None else rewind_id
+        return self._connection.call("PUT", (*self._path, "rewinds", name), RewindView, body=body)
+
+    def rewinds(self) -> list[RewindView]:
+        """All rewinds, oldest first."""
+        answer = self._connection.call("GET", (*self._path, "rewinds"), RewindList)
+        return answer.rewinds
 
     # rollouts and rewards
 
@@ -129,13 +199,51 @@ class Run:
             "POST", (*self._path, "rewards"), RewardAnswer, body=RewardBatch(rewards=list(rewards))
         )
 
-    def rollouts(self, state: State | None = None, group_id: str | None = None) -> Iterator[RolloutView]:
-        """Rollouts by id, all or those of one state or group."""
-        params: dict[str, str | int | float] = {}
-        if state is not None:
-            params["state"] = state
-        if group_id is not None:
-            params["group_id"] = group_id
+    def rescore(
+        self, group_id: str, ruleset_id: str, ruleset_hash: str, rewards: Sequence[RescoredReward]
+    ) -> RescoreAnswer:
+        """Replace the rewards of a whole group that no update holds; names every rewarded member."""
+        body = Rescore(group_id=group_id, ruleset_id=ruleset_id, ruleset_hash=ruleset_hash, rewards=list(rewards))
+        return self._connection.call("POST", (*self._path, "rewards", "rescore"), RescoreAnswer, body=body)
+
+    def report_generation_failures(self, failures: Sequence[GenerationFailure]) -> ArrivalAnswer:
+        """Report attempts that gave no tokens, up to 4096 in one call; each has a verdict of its own."""
+        body = GenerationFailureBatch(failures=list(failures))
+        return self._connection.call("POST", (*self._path, "rollouts", "failures"), ArrivalAnswer, body=body)
+
+    def release(self, rollout_ids: Sequence[str]) -> ReleaseAnswer:
+        """Release rollouts from quarantine; what the arrival checks still refuse stays."""
+        body = Release(rollout_ids=list(rollout_ids))
+        return self._connection.call("POST", (*self._path, "rollouts", "release"), ReleaseAnswer, body=body)
+
+    def release_quarantined_by(self, update_id: str, reason: str) -> ReleaseAnswer:
+        """Release all that one update quarantined for one reason."""
+        body = Release(update_id=update_id, reason=reason)
+        return self._connection.call("POST", (*self._path, "rollouts", "release"), ReleaseAnswer, body=body)
+
+    def rollouts(
+        self,
+        state: State | None = None,
+        group_id: str | None = None,
+        *,
+        version: int | None = None,
+        task_source: str | None = None,
+        worker_id: str | None = None,
+        reason: str | None = None,
+        arrived_from: datetime | None = None,
+        arrived_before: datetime | None = None,
+    ) -> Iterator[RolloutView]:
+        """Rollouts by id, those that meet every filter that is given."""
+        params = _given(
+            state=state,
+            group_id=group_id,
+            version=version,
+            task_source=task_source,
+            worker_id=worker_id,
+            reason=reason,
+            arrived_from=arrived_from,
+            arrived_before=arrived_before,
+        )
         while True:
             page = self._connection.call("GET", (*self._path, "rollouts"), RolloutList, params=params)
             yield from page.rollouts
@@ -154,6 +262,21 @@ class Run:
     def evidence(self, rollout_id: str) -> RolloutEvidence:
         """The tokens, mask and log-probs of a rollout."""
         return self._connection.call("GET", (*self._path, "rollouts", rollout_id, "evidence"), RolloutEvidence)
+
+    def evidence_of(self, rollout_ids: Sequence[str]) -> EvidenceColumns:
+        """The tokens of many rollouts, up to 4096, as columns; `missing` names those that have none here.
+
+        `columns.token_ids[i]` is int64, `action_mask[i]` bool and `behavior_log_probs[i]` float32, all of shape
+        [tokens], for `columns.rollout_id[i]`.
+        """
+        content = EvidenceRequest(rollout_ids=list(rollout_ids)).model_dump_json().encode()
+        received = self._connection.send(
+            "POST", (*self._path, "rollouts", "evidence"), content=lambda: content, accept=ARROW_MEDIA_TYPE
+        )
+        try:
+            return run_blocking(decode_evidence, received.content)
+        except ArrowError as fault:
+            raise UnexpectedAnswer(f"evidence did not answer a readable Arrow stream: {fault}") from fault
 
     # updates
 
@@ -184,6 +307,18 @@ class Run:
     def lineage(self, update_id: str) -> Lineage:
         """What an update consumed and refused, the policies that made it, and the versions it led to."""
         return self._connection.call("GET", (*self._path, "updates", update_id, "lineage"), Lineage)
+
+    def uses_of_version(self, version: int) -> list[LineageUse]:
+        """The updates that bound rollouts with tokens of this policy version, oldest first."""
+        params: dict[str, str | int | float] = {"version": version}
+        answer = self._connection.call("GET", (*self._path, "lineage"), LineageUses, params=params)
+        return answer.uses
+
+    def uses_of_ruleset(self, ruleset_id: str, ruleset_hash: str | None = None) -> list[LineageUse]:
+        """The updates that bound rollouts with rewards of this ruleset, oldest first."""
+        params = _given(ruleset_id=ruleset_id, ruleset_hash=ruleset_hash)
+        answer = self._connection.call("GET", (*self._path, "lineage"), LineageUses, params=params)
+        return answer.uses
 
     # policies
 
@@ -343,3 +478,12 @@ class Run:
 
 def _encoded(rollouts: Sequence[Rollout] | RolloutColumns) -> bytes:
     return encode_rollouts(rollouts if isinstance(rollouts, RolloutColumns) else rollout_columns(rollouts))
+
+
+def _given(**values: str | int | datetime | None) -> dict[str, str | int | float]:
+    """The parameters that are there, times as RFC 3339 has them."""
+    return {
+        name: value.isoformat() if isinstance(value, datetime) else value
+        for name, value in values.items()
+        if value is not None
+    }

@@ -20,6 +20,7 @@ from coordinator.client.rollouts import TAKEN, Candidates, Reserved, candidates
 from coordinator.wire.columns import (
     ARROW_MEDIA_TYPE,
     ArrowError,
+    CandidateColumns,
     ReserveColumns,
     decode_candidates,
     encode_reserve,
@@ -119,17 +120,46 @@ class Update:
         finally:
             self._end()
 
-    def candidates(self, groups: int, wait_seconds: float = 0.0) -> Candidates:
+    def candidates(
+        self, groups: int | None = None, wait_seconds: float = 0.0, *, rollouts: int | None = None
+    ) -> Candidates:
         """Up to `groups` whole groups, held for this update; waits up to `wait_seconds` for that many.
 
-        Asking again returns what is held already first. An empty answer says why in `empty`.
+        `rollouts`, in place of groups: whole groups until this many rollouts are reached. Asking again returns what
+        is held already first. An empty answer says why in `empty`.
         """
+        columns = self._ask(CandidatesRequest(owner=self.owner, groups=groups, rollouts=rollouts), wait_seconds)
+        return run_blocking(candidates, columns)
+
+    def take(
+        self,
+        groups: int | None = None,
+        wait_seconds: float = 0.0,
+        *,
+        rollouts: int | None = None,
+        after_commit_no: int | None = None,
+    ) -> Candidates:
+        """`candidates` and `reserve` in one call, for runs whose drift gate is off: what it answers is bound.
+
+        What the update holds already comes first and counts, so that the call may be repeated. `after_commit_no` is
+        as for `reserve`.
+        """
+        self._after_commit_no = self.view.last_commit_no if after_commit_no is None else after_commit_no
+        body = CandidatesRequest(
+            owner=self.owner, groups=groups, rollouts=rollouts, reserve=True, after_commit_no=self._after_commit_no
+        )
+        columns = self._ask(body, wait_seconds)
+        offered = run_blocking(candidates, columns)
+        bound = [verdict.verdict in TAKEN for verdict in columns.reserved or ()]
+        taken = tuple(trajectory for trajectory, held in zip(offered, bound, strict=True) if held)
+        return Candidates(taken, offered.empty, offered.contract_hash)
+
+    def _ask(self, asked: CandidatesRequest, wait_seconds: float) -> CandidateColumns:
         until = time.monotonic() + wait_seconds
         while True:
             self._check()
             wait = max(0.0, min(until - time.monotonic(), _POLL_SECONDS))
-            body = CandidatesRequest(owner=self.owner, groups=groups, wait_seconds=wait)
-            content = body.model_dump_json().encode()
+            content = asked.model_copy(update={"wait_seconds": wait}).model_dump_json().encode()
             received = self._connection.send(
                 "POST",
                 (*self._path, "candidates"),
@@ -141,8 +171,9 @@ class Update:
                 columns = run_blocking(decode_candidates, received.content)
             except ArrowError as fault:
                 raise UnexpectedAnswer(f"candidates did not answer a readable Arrow stream: {fault}") from fault
-            if len(columns.groups) >= groups or time.monotonic() >= until:
-                return run_blocking(candidates, columns)
+            enough = len(columns) >= asked.rollouts if asked.rollouts else len(columns.groups) >= (asked.groups or 0)
+            if enough or time.monotonic() >= until:
+                return columns
 
     def reserve(
         self,
@@ -178,7 +209,7 @@ class Update:
         taken = [i for i, verdict in enumerate(answer.verdicts) if verdict.verdict in TAKEN]
         return Reserved(
             verdicts=tuple(answer.verdicts),
-            admitted=Candidates(tuple(candidates[i] for i in taken)),
+            admitted=Candidates(tuple(candidates[i] for i in taken), contract_hash=candidates.contract_hash),
             current_log_probs=None if rows is None else [rows[i] for i in taken],
             groups={verdict.group_id: verdict for verdict in answer.groups},
         )

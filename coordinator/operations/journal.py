@@ -6,10 +6,12 @@ Numbers are given under the run's lock, since a sequence's numbers become visibl
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Any
 
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
+
+from coordinator.wire.runs import Stage
 
 RECORD_EVENT = text("""
     WITH numbered AS (
@@ -23,8 +25,6 @@ RECORD_FAILURE = text("""
     INSERT INTO failures (run_no, stage, kind, message, actor, rollout_id, update_id, version, worker_id)
     VALUES (:run_no, :stage, :kind, :message, :actor, :rollout_id, :update_id, :version, :worker_id)
 """)
-
-Stage = Literal["generation", "reward", "update", "artifact", "distribution", "activation"]
 
 
 async def record_event(

@@ -8,9 +8,8 @@ from fastapi import APIRouter, Query, Response, status
 
 from coordinator.errors import refusals
 from coordinator.operations.access import Admin, Anyone, DatabaseHere
-from coordinator.operations.journal import Stage
 from coordinator.runs import service
-from coordinator.wire.runs import CreateRun, FailureList, Journal, RunCounts, RunList, RunView
+from coordinator.wire.runs import CreateRun, FailureList, Journal, RunCounts, RunList, RunView, Stage
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"])
 

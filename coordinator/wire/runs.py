@@ -164,11 +164,14 @@ class Journal(WireModel):
     next_after: int
 
 
+Stage = Literal["generation", "reward", "update", "artifact", "distribution", "activation"]
+
+
 class FailureView(WireModel):
     """One recorded failure; attempts add up and never overwrite."""
 
     failure_no: int
-    stage: str
+    stage: Stage
     kind: str
     message: str
     actor: str

@@ -70,6 +70,23 @@ def shared_metadata(stream: bytes) -> bytes:
     return bytes(data)
 
 
+def shared_fields(stream: bytes) -> bytes:
+    """A column of structs in structs, six levels deep, each ten times the same: 10^6 fields to whoever counts them."""
+    kind: pa.DataType = pa.int32()
+    for _ in range(6):
+        kind = pa.struct([pa.field("", kind if n == 0 else pa.int32()) for n in range(10)])
+    data = bytearray(written(with_column(table_of(stream).slice(0, 0), "token_ids", pa.array([], kind))))
+    at, schema = content(bytes(data), 0)
+    field = next(f for f in schema.tables(1) if bytes(f.items(0, 1)) == b"token_ids")
+    while (vector := field._follow(5)) is not None and (children := list(field.tables(5))):
+        for n in range(10):
+            entry = vector + 4 + 4 * n
+            assert children[0]._at > entry
+            struct.pack_into("<I", data, at + entry, children[0]._at - entry)
+        field = children[0]
+    return bytes(data)
+
+
 def shared_buffers(stream: bytes) -> bytes:
     """Every buffer of the batch is the whole body."""
     data = bytearray(stream)
@@ -164,6 +181,25 @@ BOMBS: dict[str, tuple[Callable[[], bytes], str]] = {
 }  # fmt: skip
 
 
+def test_fields_that_are_shared_are_counted_as_often_as_they_are_met() -> None:
+    with pytest.raises(ArrowError, match="schema is too large"):
+        decode_rollouts(shared_fields(SMALL))
+
+
+def test_more_spans_than_their_hashes_have_room_for_are_refused() -> None:
+    with pytest.raises(ArrowError, match="column spans has more entries"):
+        decode_rollouts(spans(LARGE // 8, 1))
+
+
+def test_a_candidate_without_a_value_is_refused() -> None:
+    table = table_of(good_streams()["candidates"])
+    for name in set(table.column_names) - {"side_data"}:
+        column = table.column(name).combine_chunks()
+        first = pa.concat_arrays([pa.nulls(1, column.type), column[1:]])
+        with pytest.raises(ArrowError, match=f"columns hold nulls: \\['{name}'\\]"):
+            decode_candidates(written(with_column(table, name, first)))
+
+
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_stream_that_would_grow_is_refused(bomb: str) -> None:
     make, why = BOMBS[bomb]
@@ -195,6 +231,13 @@ COSTLY: dict[str, Callable[[], bytes]] = {
     "fewer spans": lambda: spans(LARGE // 64, LARGE),
     "texts": lambda: written(with_column(table_of(SMALL), "task_id", pa.array(["é" * LARGE, "", "x"]))),
     "junk in JSON": lambda: written(with_column(table_of(SMALL), "contract", pa.array([JUNK] * 3))),
+    "junk in each row": lambda: written(
+        with_column(
+            table_of(encode_rollouts(rollouts(64, 1))),
+            "contract",
+            pa.array([f"[{n},{'[],' * (LARGE // 256)}0]" for n in range(64)]),
+        )
+    ),
     "dictionary": lambda: wordy(4096, "x" * 1000),
     "rows": lambda: encode_rollouts(rollouts(4096, 1)),
     "nulls": lambda: all_null(4096),
