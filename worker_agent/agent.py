@@ -20,7 +20,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from coordinator.client import CoordinatorError, Run, Unreachable
-from coordinator.wire.rollouts import Generation, Rollout, Span
+from coordinator.wire.rollouts import Generation, GenerationFailure, Rollout, Span
 from coordinator.wire.runs import GenerationContract, RunView
 from worker_agent.artifacts import ArtifactCache
 from worker_agent.contract import check_contract, generation_contract, run_sampling
@@ -196,7 +196,7 @@ class Agent:
         sampling: Sampling,
         contract: GenerationContract,
     ) -> list[Rollout]:
-        """Whole groups under `policy`, bound here. A task that the engine cannot do is logged and left
+        """Whole groups under `policy`, bound here. A task that the engine cannot do is reported as failed and left
         out."""
         prompts: list[tuple[Task, Prompt]] = []
         for task in tasks:
@@ -204,7 +204,7 @@ class Agent:
             try:
                 prompt = Prompt(tuple(self._engine.render(messages)), self._seed(task), group_size)
             except EngineError as error:
-                self._task_failed(task, error)
+                self._task_failed(task, group_size, error)
             else:
                 prompts.append((task, prompt))
         if not prompts:
@@ -220,7 +220,7 @@ class Agent:
                 try:
                     groups.append((task, prompt, self._engine.generate(policy, [prompt], sampling)[0]))
                 except EngineError as single:
-                    self._task_failed(task, single)
+                    self._task_failed(task, group_size, single)
         if groups:
             self._engine_faults = 0
         rollouts = [
@@ -232,8 +232,26 @@ class Agent:
               seconds=round(time.monotonic() - started, 3))  # fmt: skip
         return rollouts
 
-    def _task_failed(self, task: Task, error: EngineError) -> None:
+    def _task_failed(self, task: Task, group_size: int, error: EngineError) -> None:
+        """Reports each member of the task's group as failed, so that the group settles without them."""
         event("task_failed", level=logging.ERROR, group_id=task.group_id, error=str(error))
+        failures = [
+            GenerationFailure(
+                rollout_id=f"{task.group_id}:{index}.0",
+                task_id=task.task_id,
+                task_source=task.task_source,
+                group_id=task.group_id,
+                sample_index=index,
+                worker_id=self._settings.worker_id,
+                incarnation=self.incarnation,
+                message=str(error)[:2000],
+            )
+            for index in range(group_size)
+        ]
+        try:
+            self._run.report_generation_failures(failures)
+        except CoordinatorError as fault:  # the group's deadline settles it then
+            event("failure_not_reported", level=logging.WARNING, group_id=task.group_id, error=str(fault))
         self._engine_faults += 1
         if self._engine_faults >= _ENGINE_FAULTS_IN_A_ROW:
             raise AgentError(

@@ -79,9 +79,9 @@ class Working:
         if self._error:
             raise self._error[0]
 
-    def give(self, *names: str) -> None:
-        for name in names:
-            self._tasks.put(task(name))
+    def give(self, *tasks: str | Task) -> None:
+        for given in tasks:
+            self._tasks.put(task(given) if isinstance(given, str) else given)
 
     def spooled(self) -> list[Path]:
         return sorted((self.folder / "spool").glob("*.arrow"))
@@ -171,6 +171,22 @@ def test_it_follows_the_pointer_and_generates_under_what_is_active(
         assert not working.spooled()
     assert [w.state for w in run.workers()] == ["deregistered"]
     assert not list(run.failures())
+
+
+def test_a_task_that_the_engine_cannot_do_is_a_recorded_failure_of_each_member(
+    coordinator: Coordinator, server: ServerProcess, engine: VllmEngine, tiny_model: Path, tmp_path: Path
+) -> None:
+    run = new_run(coordinator, engine, tiny_model)
+    with Working(coordinator, server, engine, tiny_model, tmp_path / "worker") as working:
+        messages = (Message(role="user", content="2 + 2 = " * 100),)  # more tokens than the engine takes
+        working.give(Task(task_id="long", group_id="long", messages=messages, task_source="test"))
+        working.give("a")
+        until(lambda: len(arrived(run, "a")) == 2)
+        until(lambda: len(list(run.rollouts(group_id="long"))) == 2)
+    assert {r.state for r in run.rollouts(group_id="long")} == {"generation_failed"}
+    failures = list(run.failures(stage="generation"))
+    assert {(f.worker_id, f.rollout_id) for f in failures} == {("w1", f"long:{i}.0") for i in range(2)}
+    assert all("tokens; this engine takes" in f.message for f in failures)
 
 
 def test_rollouts_outlive_a_crash_of_the_coordinator(
