@@ -239,11 +239,10 @@ async def take_in(
     run = await get_run(connection, run_id)
     await _require_room(connection, run, items)
     verdicts: dict[int, ArrivalVerdict] = {}
-    first, repeats = _first_of_each(items)
-    if first:
-        first, mismatched = await _claim_groups(connection, run, first)
-        repeats = [(item, other) for item, other in repeats if other.place not in mismatched]
+    if items:
+        items, mismatched = await _claim_groups(connection, run, items)
         faults = faults | mismatched
+    first, repeats = _first_of_each(items)
     verdicts |= await _refuse(connection, run, faults, columns, caller)
     if first:
         verdicts |= await _store(connection, run, first, caller)
