@@ -14,6 +14,7 @@ from coordinator.rules.identity import (
     canonical_json,
     canonical_log_probs,
     check_evidence,
+    check_rows,
     check_spans,
     content_hash,
 )
@@ -114,6 +115,34 @@ def test_spans_cover_every_action_token_once(starts: list[int], ends: list[int],
         assert found is not None
         assert found.code == "spans_malformed"
         assert fault in found.detail
+
+
+@given(st.lists(st.integers(-1, 8), min_size=1, max_size=4), st.lists(st.booleans(), min_size=1, max_size=7))
+def test_rows_begin_at_0_ascend_and_never_begin_with_an_action_token(starts: list[int], mask: list[bool]) -> None:
+    """The first row that is wrong is named; a wrong place comes before an action token at a right one."""
+    found = check_rows(starts, np.array(mask))
+    for k, start in enumerate(starts):
+        placed = start == 0 if k == 0 else starts[k - 1] < start < len(mask)
+        if not placed:
+            assert found is not None
+            assert (found.code, found.field) == ("rows_malformed", "row_starts")
+            assert f"row_starts[{k}] is {start}" in found.detail
+            return
+        if mask[start]:
+            assert found is not None
+            assert (found.code, found.field) == ("action_at_start", "row_starts")
+            assert f"action_mask[{start}]" in found.detail
+            return
+    assert found is None
+
+
+def test_rows_of_one_rollout() -> None:
+    mask = np.array([False, True, False, True, False, False])
+    assert check_rows([0], mask) is None
+    assert check_rows([0, 2, 4, 5], mask) is None
+    fault = check_rows([0, 3], mask)
+    assert fault is not None
+    assert fault.code == "action_at_start"
 
 
 def digest(log_probs: list[float], mask: list[bool], identity: dict[str, object] | None = None) -> bytes:
