@@ -163,8 +163,8 @@ NAMED_EVIDENCE = text("""
 
 _CONDITIONS = {
     "missing_rollout": "r.rollout_id IS NULL",
-    "idempotent_retry": ":live AND r.state = 'reserved' AND r.update_id = :update_id",
-    "update_fenced": "NOT :live",
+    "idempotent_retry": "(SELECT live FROM alive) AND r.state = 'reserved' AND r.update_id = :update_id",
+    "update_fenced": "NOT (SELECT live FROM alive)",
     "revision_conflict": "r.revision <> n.seen",
     "not_rewarded": "r.state <> 'rewarded'",
     "contract_mismatch": "r.contract_no <> COALESCE(CAST(:contract_no AS int), (SELECT contract_no FROM pin))",
@@ -176,7 +176,7 @@ _CONDITIONS = {
     "policy_drift": ":gate_drift AND NOT COALESCE(n.drift <= :max_drift, false)",
 }
 # A retry replays, in the place of idempotent_retry, the refusal that moved the rollout at that revision.
-_REPLAY = "WHEN :live AND earlier.verdict IS NOT NULL AND earlier.verdict <> 'reserved' THEN earlier.verdict"
+_REPLAY = "WHEN (SELECT live FROM alive) AND earlier.verdict IS NOT NULL AND earlier.verdict <> 'reserved' THEN earlier.verdict"
 
 
 def _verdict() -> str:
@@ -190,9 +190,14 @@ def _verdict() -> str:
 
 
 # Decides each named rollout in the order of reasons and binds those that are reserved, in one statement.
-# The update's row and the rows of the groups are locked. `unnamed` is a rewarded member that the call left out.
+# The update's row and the rows of the groups are locked; its lease may have ended while it waited for them.
+# `unnamed` is a rewarded member that the call left out.
 RESERVE = f"""
-    WITH named AS (
+    WITH alive AS MATERIALIZED (
+        SELECT CAST(:live AS bool) AND EXISTS (
+            SELECT FROM updates WHERE run_no = :run_no AND update_id = :update_id AND state = 'open'
+                AND lease_until > clock_timestamp()) AS live
+    ), named AS (
         SELECT * FROM unnest(
             CAST(:rollout_ids AS text[]), CAST(:revisions AS int[]), CAST(:uses AS text[]), CAST(:drifts AS float8[]),
             CAST(:drift_max AS float8[]), CAST(:drift_k3 AS float8[]), CAST(:drift_outside AS float8[]),
@@ -222,7 +227,7 @@ RESERVE = f"""
         ) earlier ON true
     ), usable AS (
         SELECT group_key, count(*) FILTER (WHERE verdict IN ('reserved', 'idempotent_retry')) AS n,
-            CASE WHEN :live THEN (
+            CASE WHEN (SELECT live FROM alive) THEN (
                SELECT s.rollout_id FROM rollouts s
                WHERE s.run_no = :run_no AND s.{{group}} = judged.group_key AND s.state = 'rewarded'
                  AND NOT s.rollout_id = ANY(CAST(:rollout_ids AS text[]))

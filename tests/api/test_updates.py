@@ -7,8 +7,9 @@ import time
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 
-from tests.api.ledger import Json, Ledger, ok, refused
+from tests.api.ledger import Api, Json, Ledger, ok, refused
 
 
 async def test_holds_hide_groups_from_other_updates_and_end_with_them(ledger: Ledger) -> None:
@@ -329,3 +330,17 @@ async def test_only_what_is_held_may_be_discarded(ledger: Ledger) -> None:
     problem = refused(await ledger.commit(discards=[{"rollout_id": "h:0", "reason": "x"}]), 422, "invalid_request")
     assert problem["item"] == "h:0"
     assert await ledger.state("g:0") == ("reserved", None, 2)
+
+
+async def test_a_lease_that_ends_while_the_call_waits_binds_nothing(api: Api) -> None:
+    ledger = await Ledger.create(api, update_lease_seconds=1)
+    await ledger.worker()
+    ids = await ledger.group("g")
+    ok(await ledger.open())
+    async with api.database.engine.begin() as other:
+        await other.execute(text("SELECT FROM groups WHERE group_id = 'g' FOR UPDATE"))
+        waiting = asyncio.create_task(ledger.reserve(*ids))
+        await asyncio.sleep(1.5)
+        assert not waiting.done()
+    assert await waiting == ["update_fenced", "update_fenced"]
+    assert await ledger.state("g:0") == ("rewarded", None, 1)
