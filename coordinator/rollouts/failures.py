@@ -55,6 +55,11 @@ FAIL_GENERATION = text("""
     SELECT rollout_id FROM placed
 """)
 
+# A ticket is redeemed by its group's first member, whatever became of it.
+REDEEM = text("""
+    DELETE FROM tickets WHERE run_no = :run_no AND group_id = ANY(CAST(:group_ids AS text[]))
+""")
+
 _COLUMNS = (
     "rollout_id", "task_id", "task_source", "group_id", "sample_index", "attempt", "worker_id", "incarnation", "kind",
     "message",
@@ -127,6 +132,9 @@ async def _store(
             queries.for_run(queries.DROP_EMPTY_GROUPS, run.group_column),
             {"run_no": run.run_no, "group_ids": group_ids},
         )
+    if placed:
+        redeemed = sorted({getattr(f, run.group_column) for f in failures if f.rollout_id in placed})
+        await connection.execute(REDEEM, {"run_no": run.run_no, "group_ids": redeemed})
     await groups.refresh(connection, run, group_ids, caller.actor)
     verdicts: dict[int, ArrivalVerdict] = {}
     for place, failure in items:

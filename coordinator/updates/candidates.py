@@ -26,21 +26,17 @@ class Offer:
 
     rows: list[Any] = field(default_factory=list)
     group_ids: list[str] = field(default_factory=list)
-    rollouts: int = 0
     empty: EmptyReason | None = None
     reserved: list[ReserveVerdict] | None = None
 
-    def meets(self, body: CandidatesRequest) -> bool:
-        """Whether it is as much as was asked for."""
-        if body.groups is not None:
-            return len(self.group_ids) >= body.groups
-        return self.rollouts >= (body.rollouts or 0)
-
 
 async def hold(
-    connection: AsyncConnection, run_id: str, update_id: str, body: CandidatesRequest, caller: Caller
-) -> Offer:
-    """Holds up to the asked number of groups, and binds them where the call asks for it."""
+    connection: AsyncConnection, run_id: str, update_id: str, body: CandidatesRequest, caller: Caller, last: bool
+) -> Offer | None:
+    """Holds up to the asked number of groups, and binds them where the call asks for it.
+
+    None where there are fewer and this is not the last try: what is held stays held, and its tokens are not read yet.
+    """
     run = await get_run(connection, run_id)
     row = await lock_update(connection, run, update_id, body.owner)
     require_open(row)
@@ -76,6 +72,10 @@ async def hold(
                 | {"groups": groups_left, "rollouts": rollouts_left, "hold_seconds": settings.hold_seconds},
             )
         )
+    members = sum(g.members for g in own) + sum(g.rewarded for g in held)
+    enough = len(own) + len(held) >= body.groups if body.groups is not None else members >= (body.rollouts or 0)
+    if not enough and not last:
+        return None
     if not held and not own:
         facts = parameters | {"lost_after_seconds": settings.lost_after_seconds, "contract_no": only["contract_no"]}
         return Offer(empty=await _why_empty(connection, facts))
@@ -88,7 +88,7 @@ async def hold(
         )
     )
     reserved = await _bind(connection, run, update_id, body, rows, caller) if body.reserve else None
-    return Offer(rows, group_ids, len(rows), None, reserved)
+    return Offer(rows, group_ids, None, reserved)
 
 
 async def _kept_to(connection: AsyncConnection, run: Run, update: Any, parameters: dict[str, Any]) -> dict[str, Any]:

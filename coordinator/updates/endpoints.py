@@ -198,9 +198,9 @@ async def get_candidates(
     with changes.follow(run_id) as follower:
         while True:
             await _tidy(database, run_id)
-            offer = await database.transaction(candidates.hold, run_id, update_id, body, caller)
             left = end - loop.time()
-            if offer.meets(body) or left <= 0:
+            offer = await database.transaction(candidates.hold, run_id, update_id, body, caller, left <= 0)
+            if offer is not None:
                 break
             await follower.next(left)
     columns = await asyncio.to_thread(candidates.columns, offer)

@@ -176,7 +176,8 @@ _CONDITIONS = {
     "policy_drift": ":gate_drift AND NOT COALESCE(n.drift <= :max_drift, false)",
 }
 # A retry replays, in the place of idempotent_retry, the refusal that moved the rollout at that revision.
-_REPLAY = "WHEN (SELECT live FROM alive) AND earlier.verdict IS NOT NULL AND earlier.verdict <> 'reserved' THEN earlier.verdict"
+_REPLAY = """WHEN (SELECT live FROM alive) AND earlier.verdict IS NOT NULL AND earlier.verdict <> 'reserved'
+    THEN earlier.verdict"""
 
 
 def _verdict() -> str:
