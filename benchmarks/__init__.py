@@ -1,0 +1,1 @@
+"""How fast the coordinator takes rollouts in and hands them out: `python -m benchmarks.ledger`."""
