@@ -24,7 +24,7 @@ from coordinator.rules.identity import (
     check_evidence,
     check_rows,
     check_spans,
-    content_hash,
+    content_digest,
 )
 from coordinator.runs.service import Run, contract_numbers, counts, get_run
 from coordinator.wire.base import LARGEST_BATCH
@@ -118,15 +118,17 @@ def examine(columns: RolloutColumns, run: Run, caller: Caller) -> tuple[list[Ite
         raise Refusal("too_large", f"a batch holds at most {LARGEST_BATCH_TOKENS} tokens, not {tokens}")
     faults: dict[int, Fault] = {}
     whole: list[int] = []
+    lengths = [np.diff(c.offsets) for c in (columns.token_ids, columns.action_mask, columns.behavior_log_probs)]
+    differ = ((lengths[0] != lengths[1]) | (lengths[0] != lengths[2])).tolist()
+    same_contract: dict[int, bool] = {}
     for place, identity in enumerate(columns.identities):
-        fault = identity if isinstance(identity, Fault) else _outside_run(identity, run, caller)
-        lengths = {len(c[place]) for c in (columns.token_ids, columns.action_mask, columns.behavior_log_probs)}
-        if fault is None and len(lengths) > 1:
+        fault = identity if isinstance(identity, Fault) else _outside_run(identity, run, caller, same_contract)
+        if fault is None and differ[place]:
             fault = Fault(
                 "lengths_differ",
                 "token_ids",
-                f"token_ids has {len(columns.token_ids[place])} entries, action_mask "
-                f"{len(columns.action_mask[place])}, behavior_log_probs {len(columns.behavior_log_probs[place])}",
+                f"token_ids has {lengths[0][place]} entries, action_mask "
+                f"{lengths[1][place]}, behavior_log_probs {lengths[2][place]}",
             )
         if fault is None and not isinstance(identity, Fault):
             fault = _side_data_fault(identity, columns.side_data[place])
@@ -142,40 +144,47 @@ def examine(columns: RolloutColumns, run: Run, caller: Caller) -> tuple[list[Ite
     evidence_faults, facts = check_evidence(
         token_ids.values, mask.values, log_probs.values, token_ids.offsets, run.vocab_size
     )
-    canonical = canonical_log_probs(log_probs.values, mask.values)
+    first_action, last_action = facts.first_action.tolist(), facts.last_action.tolist()
+    action_tokens, zero_tail = facts.action_tokens.tolist(), facts.zero_tail.tolist()
+    bounds = token_ids.offsets.tolist()
+    stored = [
+        values.tobytes()
+        for values in (token_ids.values.astype("<i4"), mask.values, log_probs.values.astype("<f4", copy=False))
+    ]
+    canonical = memoryview(canonical_log_probs(log_probs.values, mask.values).tobytes())
+    nested: dict[int, str] = {}
     items: list[Item] = []
     for row, place in enumerate(whole):
         identity = columns.identities[place]
         assert not isinstance(identity, Fault)
         spans = identity.spans
-        found = (
-            evidence_faults.get(row)
-            or check_spans(
-                [s.start for s in spans],
-                [s.end for s in spans],
-                mask[row],
-                int(facts.first_action[row]),
-                int(facts.last_action[row]),
-            )
-            or check_rows(identity.row_starts, mask[row])
-        )
+        start, end = bounds[row], bounds[row + 1]
+        found = evidence_faults.get(row)
+        if found is None and not (
+            len(spans) == 1
+            and spans[0].start <= first_action[row]
+            and last_action[row] < spans[0].end <= end - start
+            and identity.row_starts == (0,)
+        ):
+            found = check_spans(
+                [s.start for s in spans], [s.end for s in spans], mask[row], first_action[row], last_action[row]
+            ) or check_rows(identity.row_starts, mask[row])
         if found is not None:
             faults[place] = found
             continue
-        start, end = token_ids.offsets[row], token_ids.offsets[row + 1]
-        ids, marks = token_ids[row].astype("<i4"), mask[row]
+        ids, marks, probs = stored[0][4 * start : 4 * end], stored[1][start:end], stored[2][4 * start : 4 * end]
         items.append(
             Item(
                 place,
                 identity,
-                content_hash(identity.hashed(), ids, marks, canonical[start:end]),
-                ids.tobytes(),
-                marks.astype(np.uint8).tobytes(),
-                log_probs[row].astype("<f4").tobytes(),
+                content_digest(identity.hashed_json(nested), ids, marks, canonical[4 * start : 4 * end]),
+                ids,
+                marks,
+                probs,
                 columns.side_data[place],
-                int(facts.action_tokens[row]),
-                tuple(len(spans) == 1 or bool(marks[s.start : s.end].any()) for s in spans),
-                "zero_tail" if facts.zero_tail[row] else "",
+                action_tokens[row],
+                (True,) if len(spans) == 1 else tuple(bool(mask[row][s.start : s.end].any()) for s in spans),
+                "zero_tail" if zero_tail[row] else "",
             )
         )
     return items, faults
@@ -190,13 +199,18 @@ def _side_data_fault(identity: RolloutIdentity, side_data: bytes | None) -> Faul
     return Fault("side_data_mismatch", "side_data_digest", "side_data_digest is not the sha256 of side_data")
 
 
-def _outside_run(identity: RolloutIdentity, run: Run, caller: Caller) -> Fault | None:
-    """Why an identity, whole in itself, does not belong into this run."""
+def _outside_run(identity: RolloutIdentity, run: Run, caller: Caller, same_contract: dict[int, bool]) -> Fault | None:
+    """Why an identity, whole in itself, does not belong into this run.
+
+    `same_contract` remembers by `id()` which contracts of the batch are the run's.
+    """
     if (fault := member_fault(identity, run, caller)) is not None:
         return fault
     if identity.reward is not None and not run.settings.reward_on_arrival:
         return Fault("reward_not_allowed", "reward", "the run takes rewards from the reward service only")
-    if identity.contract != run.contract and run.settings.other_contract == "reject":
+    if id(identity.contract) not in same_contract:
+        same_contract[id(identity.contract)] = identity.contract == run.contract
+    if not same_contract[id(identity.contract)] and run.settings.other_contract == "reject":
         ours, theirs = run.contract.model_dump(), identity.contract.model_dump()
         field = next(name for name in ours if ours[name] != theirs[name])
         return Fault(

@@ -66,19 +66,18 @@ def check_evidence(
     lengths = np.diff(offsets)
     faults: dict[int, Fault] = {}
 
-    positions = np.arange(len(action_mask), dtype=np.int64) - np.repeat(offsets[:-1], lengths)
+    # The action tokens of rollout i are those numbered bounds[i] to bounds[i + 1].
     at = np.flatnonzero(action_mask)
-    owner = np.searchsorted(offsets, at, side="right") - 1
-    action_tokens = np.bincount(owner, minlength=n).astype(np.int64)
-    ends = np.cumsum(action_tokens)
+    bounds = np.searchsorted(at, offsets)
+    action_tokens = np.diff(bounds).astype(np.int64)
     first_action = np.zeros(n, dtype=np.int64)
     last_action = np.zeros(n, dtype=np.int64)
     acting = action_tokens > 0
-    first_action[acting] = positions[at[(ends - action_tokens)[acting]]]
-    last_action[acting] = positions[at[ends[acting] - 1]]
+    first_action[acting] = at[bounds[:-1][acting]] - offsets[:-1][acting]
+    last_action[acting] = at[bounds[1:][acting] - 1] - offsets[:-1][acting]
 
     zero_tail = np.zeros(n, dtype=np.bool_)
-    zero_tail[acting] = behavior_log_probs[at[ends[acting] - 1]] == 0.0
+    zero_tail[acting] = behavior_log_probs[at[bounds[1:][acting] - 1]] == 0.0
 
     for i in np.flatnonzero(~acting):
         faults[int(i)] = Fault("no_action_token", "action_mask", "action_mask marks no action token")
@@ -176,9 +175,12 @@ def _gap(action_mask: BoolArray, ranges: list[tuple[int, int]]) -> Fault:
     return Fault("spans_malformed", "spans", f"no span covers the action token at {int(np.argmax(left))}")
 
 
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
 def canonical_json(value: Any) -> bytes:
     """JSON with sorted keys and no white space, as UTF-8: what every hash here is taken over."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    return _CANONICAL.encode(value).encode()
 
 
 def canonical_hash(value: Any) -> str:
@@ -203,9 +205,17 @@ def content_hash(
     `identity` holds all fields but the evidence. The three columns, shape [tokens], follow its canonical JSON
     as little-endian int32, one byte a token, and float32.
     """
-    digest = hashlib.sha256(canonical_json(identity))
-    digest.update(b"\0")
-    digest.update(token_ids.astype("<i4").tobytes())
-    digest.update(action_mask.astype(np.uint8).tobytes())
-    digest.update(canonical.tobytes())
-    return digest.digest()
+    return content_digest(
+        canonical_json(identity),
+        token_ids.astype("<i4").tobytes(),
+        action_mask.astype(np.uint8).tobytes(),
+        canonical.tobytes(),
+    )
+
+
+def content_digest(identity: bytes, *columns: bytes | memoryview) -> bytes:
+    """`content_hash` of an identity's canonical JSON and the bytes of its three columns.
+
+    One update of one hash: Python lets go of its lock for each, and many threads then wait for each other.
+    """
+    return hashlib.sha256(b"".join((identity, b"\0", *columns))).digest()

@@ -70,7 +70,8 @@ def measure(run: Run, columns: ReserveColumns, evidence: dict[str, Any]) -> Drif
     if not measured:
         return drift
     rows = [evidence[columns.rollout_id[n]] for n in measured]
-    current: Ragged = columns.current_log_probs.take(measured)
+    every = len(measured) == len(columns)
+    current: Ragged = columns.current_log_probs if every else columns.current_log_probs.take(measured)
     try:
         statistics: DriftStatistics = drift_statistics(
             np.frombuffer(b"".join(row.behavior_log_probs for row in rows), "<f4"),
@@ -91,7 +92,7 @@ def measure(run: Run, columns: ReserveColumns, evidence: dict[str, Any]) -> Drif
 
 
 def _nullable(values: npt.NDArray[np.float64]) -> list[float | None]:
-    return [None if np.isnan(v) else float(v) for v in values]
+    return [None if v != v else v for v in values.tolist()]
 
 
 async def reserve(

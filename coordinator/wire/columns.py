@@ -23,8 +23,9 @@ from pydantic_core import from_json
 from coordinator.rules.identity import Fault
 from coordinator.wire.arrow_stream import ArrowError as ArrowError
 from coordinator.wire.arrow_stream import check_stream
-from coordinator.wire.base import LARGEST_BATCH, LARGEST_RESERVATION
-from coordinator.wire.rollouts import EvidenceAnswer, Rollout, RolloutEvidence, RolloutIdentity
+from coordinator.wire.base import LARGEST_BATCH, LARGEST_RESERVATION, WireModel
+from coordinator.wire.rollouts import EvidenceAnswer, Generation, Rollout, RolloutEvidence, RolloutIdentity
+from coordinator.wire.runs import GenerationContract
 from coordinator.wire.updates import (
     CandidateRollout,
     Candidates,
@@ -273,6 +274,17 @@ def validation_fault(error: ValidationError) -> Fault:
     return Fault(code, field, f"{field or 'rollout'}: {first['msg']}")
 
 
+def _parsed(text: str | None, model: type[WireModel], seen: dict[str | None, Any]) -> Any:
+    """The model that a JSON text is, each text read once; what it holds instead, if it is no such model."""
+    if text not in seen:
+        value = from_json(text) if text else None
+        try:
+            seen[text] = model.model_validate(value)
+        except ValidationError:  # to be told together with what else is wrong with its row
+            seen[text] = value
+    return seen[text]
+
+
 def decode_rollouts(data: bytes) -> RolloutColumns:
     """Reads an arrival's Arrow stream. A row without a whole identity becomes a Fault; ArrowError refuses all."""
     table = _read_table(data, ROLLOUT_SCHEMA, LARGEST_BATCH, optional=_MAY_BE_LEFT_OUT)
@@ -284,24 +296,24 @@ def decode_rollouts(data: bytes) -> RolloutColumns:
     rows = table.drop_columns(blobs).to_pylist()
     identities: list[RolloutIdentity | Fault] = []
     contracts: dict[str | None, Any] = {}
+    generations: dict[str | None, Any] = {}
     for row in rows:
         parsed = {}
         try:
             if row.get("reward") is not None:
                 parsed["reward"] = from_json(row["reward"])
-            for name in ("contract", "generation"):
-                text = row[name]
-                if text not in contracts:
-                    contracts[text] = from_json(text) if text else ({} if name == "generation" else None)
-                parsed[name] = contracts[text]
+            parsed["contract"] = _parsed(row["contract"], GenerationContract, contracts)
+            parsed["generation"] = _parsed(row["generation"] or "{}", Generation, generations)
             identities.append(
                 RolloutIdentity.model_validate({k: v for k, v in (row | parsed).items() if v is not None})
             )
         except ValidationError as error:
             contracts.clear()  # a refused row's may be large
+            generations.clear()
             identities.append(validation_fault(error))
         except ValueError as error:
             contracts.clear()
+            generations.clear()
             identities.append(Fault("invalid_field", "contract", f"contract, generation or reward is no JSON: {error}"))
     return RolloutColumns(
         identities,
@@ -608,6 +620,10 @@ def encode_reserve(columns: ReserveColumns) -> bytes:
     return _write(pa.table([pa.array(columns.rollout_id), columns.revision, log_probs, columns.use], schema=schema))
 
 
+_ITEMS = TypeAdapter(list[ReserveItem])
+_ANY_ITEM = ReserveItem(rollout_id="any", revision=0)
+
+
 def decode_reserve(data: bytes) -> ReserveColumns:
     """Reads a reservation's Arrow stream. ArrowError, or pydantic's ValidationError, where it is wrong."""
     table = _read_table(data, RESERVE_SCHEMA, LARGEST_RESERVATION, frozenset({"current_log_probs"}))
@@ -619,17 +635,14 @@ def decode_reserve(data: bytes) -> ReserveColumns:
         raise ArrowError("the metadata's 'request' is not an object")
     ids, revisions, uses = (table.column(n).to_pylist() for n in ("rollout_id", "revision", "use"))
     # The same limits as for JSON, from the same model.
-    model = ReserveRequest.model_validate(
-        request
-        | {
-            "rollouts": [
-                ReserveItem.model_construct(rollout_id=r, revision=v, current_log_probs=None, use=u)
-                for r, v, u in zip(ids, revisions, uses, strict=True)
-            ]
-        }
-    )
-    for r, v, u in zip(ids, revisions, uses, strict=True):
-        ReserveItem(rollout_id=r, revision=v, use=u)
+    model = ReserveRequest.model_validate(request | {"rollouts": [_ANY_ITEM] * len(ids)})
+    items = [{"rollout_id": r, "revision": v, "use": u} for r, v, u in zip(ids, revisions, uses, strict=True)]
+    try:
+        _ITEMS.validate_python(items)
+    except ValidationError:
+        for item in items:  # names the field as one item does, without its place in the list
+            ReserveItem.model_validate(item)
+        raise
     column = table.column("current_log_probs")
     given = [bool(v) for v in column.is_valid().to_pylist()]
     return ReserveColumns(

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Base64Bytes, BeforeValidator, Field, model_validator
 
+from coordinator.rules.identity import canonical_json
 from coordinator.wire.base import (
     LARGEST_BATCH,
     Flag,
@@ -116,6 +117,29 @@ class RolloutIdentity(WireModel):
         if self.row_starts == (0,):
             del fields["row_starts"]
         return fields
+
+    def hashed_json(self, nested: dict[int, str]) -> bytes:
+        """The canonical JSON of `hashed()`, put together by hand: each arrival needs one.
+
+        Identifiers, names and hashes hold nothing that JSON escapes. `nested` remembers the JSON of contracts and
+        generations by their `id()`, for as long as the caller keeps them.
+        """
+        contract, generation = self.contract, self.generation
+        for model in (contract, generation):
+            if id(model) not in nested:
+                nested[id(model)] = canonical_json(model.model_dump(mode="json")).decode()
+        spans = ",".join(
+            f'{{"artifact_hash":"{s.artifact_hash}","end":{s.end},"start":{s.start},"version":{s.version}}}'
+            for s in self.spans
+        )
+        rows = "" if self.row_starts == (0,) else f'"row_starts":[{",".join(map(str, self.row_starts))}],'
+        digest = f'"side_data_digest":"{self.side_data_digest}",' if self.side_data_digest is not None else ""
+        return (
+            f'{{"attempt":{self.attempt},"contract":{nested[id(contract)]},"generation":{nested[id(generation)]},'
+            f'"group_id":"{self.group_id}","incarnation":"{self.incarnation}","rollout_id":"{self.rollout_id}",{rows}'
+            f'"sample_index":{self.sample_index},{digest}"span_source":"{self.span_source}","spans":[{spans}],'
+            f'"task_id":"{self.task_id}","task_source":"{self.task_source}","worker_id":"{self.worker_id}"}}'
+        ).encode()
 
 
 class Rollout(RolloutIdentity):
