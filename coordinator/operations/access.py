@@ -97,8 +97,7 @@ class Allow:
     ) -> Caller:
         if credentials is None:
             raise Refusal("unauthenticated", "the request carries no bearer token")
-        async with database_of(request).engine.connect() as connection:
-            caller = await authenticate(connection, credentials.credentials)
+        caller = await database_of(request).read(authenticate, credentials.credentials)
         if caller is None:
             raise Refusal("unauthenticated", "the token is unknown, expired or revoked")
         if caller.role not in self.roles:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from coordinator.rules.identity import (
     check_spans,
     content_digest,
 )
-from coordinator.runs.service import Run, contract_numbers, counts, get_run
+from coordinator.runs.service import Run, contract_numbers, counts
 from coordinator.wire.base import LARGEST_BATCH
 from coordinator.wire.columns import (
     RolloutColumns,
@@ -64,6 +64,15 @@ class Item:
     action_tokens: int
     span_acts: tuple[bool, ...]
     flags: str
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A batch before it is stored: what may be, and what is at fault, by its place in the batch."""
+
+    columns: RolloutColumns
+    items: list[Item]
+    faults: dict[int, Fault]
 
 
 def decode_json(body: bytes) -> RolloutColumns:
@@ -111,8 +120,13 @@ def decode_arrow(body: bytes) -> RolloutColumns:
     return columns
 
 
-def examine(columns: RolloutColumns, run: Run, caller: Caller) -> tuple[list[Item], dict[int, Fault]]:
-    """Sorts a batch into items that may be stored and faults, by place. Blocks: run it in a thread."""
+def arrive(decode: Callable[[bytes], RolloutColumns], body: bytes, run: Run, caller: Caller) -> Arrived:
+    """A body, decoded and examined. Blocks: run it in a thread."""
+    return examine(decode(body), run, caller)
+
+
+def examine(columns: RolloutColumns, run: Run, caller: Caller) -> Arrived:
+    """Sorts a batch into items that may be stored and faults."""
     tokens = max(len(c.values) for c in (columns.token_ids, columns.action_mask, columns.behavior_log_probs))
     if tokens > LARGEST_BATCH_TOKENS:
         raise Refusal("too_large", f"a batch holds at most {LARGEST_BATCH_TOKENS} tokens, not {tokens}")
@@ -187,7 +201,7 @@ def examine(columns: RolloutColumns, run: Run, caller: Caller) -> tuple[list[Ite
                 "zero_tail" if zero_tail[row] else "",
             )
         )
-    return items, faults
+    return Arrived(columns, items, faults)
 
 
 def _side_data_fault(identity: RolloutIdentity, side_data: bytes | None) -> Fault | None:
@@ -241,16 +255,12 @@ def member_fault(identity: RolloutIdentity | GenerationFailure, run: Run, caller
     return None
 
 
-async def take_in(
-    connection: AsyncConnection,
-    run_id: str,
-    items: list[Item],
-    faults: dict[int, Fault],
-    columns: RolloutColumns,
-    caller: Caller,
-) -> ArrivalAnswer:
-    """Stores what may be stored and answers one verdict for each item, in the order sent."""
-    run = await get_run(connection, run_id)
+async def take_in(connection: AsyncConnection, run: Run, arrived: Arrived, caller: Caller) -> ArrivalAnswer:
+    """Stores what may be stored and answers one verdict for each item, in the order sent.
+
+    `run` was read before the transaction: nothing of it that changes is used, the pointer is read where it counts.
+    """
+    columns, items, faults = arrived.columns, arrived.items, arrived.faults
     await _require_room(connection, run, items)
     verdicts: dict[int, ArrivalVerdict] = {}
     if items:

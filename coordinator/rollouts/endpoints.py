@@ -68,10 +68,9 @@ async def submit_rollouts(
     """
     kind, body = await read_body(request, "application/json", ARROW_MEDIA_TYPE)
     decode = arrival.decode_arrow if kind == ARROW_MEDIA_TYPE else arrival.decode_json
-    columns = await asyncio.to_thread(decode, body)
-    run = await database.transaction(get_run, run_id)
-    items, faults = await asyncio.to_thread(arrival.examine, columns, run, caller)
-    answer = await database.transaction(arrival.take_in, run_id, items, faults, columns, caller)
+    run = await database.read(get_run, run_id)
+    arrived = await asyncio.to_thread(arrival.arrive, decode, body, run, caller)
+    answer = await database.transaction(arrival.take_in, run, arrived, caller)
     changes.announce(run_id)
     return answer
 

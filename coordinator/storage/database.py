@@ -1,4 +1,4 @@
-"""The engine and the one way to run a transaction."""
+"""The engine, the one way to run a transaction, and the one way to read without one."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ class Database:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.engine = engine
+        self._reading = engine.execution_options(isolation_level="AUTOCOMMIT")
 
     async def transaction(
         self, work: Callable[Concatenate[AsyncConnection, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs
@@ -56,6 +57,16 @@ class Database:
                     raise
             await asyncio.sleep(random.uniform(0, 0.01 * 2**attempt))
         raise AssertionError("unreachable")
+
+    async def read(
+        self, work: Callable[Concatenate[AsyncConnection, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Runs `work(connection, ...)`, which only reads, each statement by itself: no BEGIN, no COMMIT, no lock kept.
+
+        What two of its statements read may lie on both sides of somebody's commit.
+        """
+        async with self._reading.connect() as connection:
+            return await work(connection, *args, **kwargs)
 
     async def close(self) -> None:
         """Closes every connection."""

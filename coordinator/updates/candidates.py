@@ -16,7 +16,7 @@ from coordinator.rollouts.queries import for_run
 from coordinator.runs.service import Run, get_run
 from coordinator.updates import queries, reservation
 from coordinator.updates.service import lock_update, require_open
-from coordinator.wire.columns import CandidateColumns, Ragged, ReserveColumns, ragged
+from coordinator.wire.columns import CandidateColumns, Ragged, ReserveColumns, encode_candidates, ragged
 from coordinator.wire.updates import CandidatesRequest, EmptyReason, ReserveVerdict
 
 
@@ -149,7 +149,7 @@ async def _why_empty(connection: AsyncConnection, parameters: dict[str, Any]) ->
 
 
 def columns(offer: Offer) -> CandidateColumns:
-    """The answer as columns. Blocks a little: run it in a thread."""
+    """The answer as columns."""
     rows = offer.rows
     offsets = np.zeros(len(rows) + 1, dtype=np.int64)
     np.cumsum([len(row.action_mask) for row in rows], out=offsets[1:])
@@ -174,3 +174,13 @@ def columns(offer: Offer) -> CandidateColumns:
         contract_hash=rows[0].contract_hash if rows else None,
         reserved=offer.reserved,
     )
+
+
+def to_arrow(offer: Offer) -> bytes:
+    """The answer as an Arrow stream. Blocks a little: run it in a thread."""
+    return encode_candidates(columns(offer))
+
+
+def to_json(offer: Offer) -> dict[str, Any]:
+    """The answer as a JSON object. Blocks: run it in a thread."""
+    return columns(offer).to_model().model_dump(mode="json")

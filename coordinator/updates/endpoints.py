@@ -22,7 +22,6 @@ from coordinator.wire.columns import (
     ARROW_MEDIA_TYPE,
     ReserveColumns,
     decode_reserve,
-    encode_candidates,
     reserve_columns,
     validation_fault,
 )
@@ -66,7 +65,7 @@ BODY: dict[str, Any] = {
 
 async def _tidy(database: Database, run_id: str) -> None:
     """What an ended lease held must be free at once, whether or not the sweeper has come by."""
-    if await database.transaction(service.has_due, run_id):
+    if await database.read(service.has_due, run_id):
         await database.transaction(service.expire_due, run_id)
 
 
@@ -192,7 +191,7 @@ async def get_candidates(
     `reserve`, for runs whose drift_gate is off, they are bound in the same call. All share one contract.
     Accept: application/vnd.apache.arrow.stream answers in columns.
     """
-    run = await database.transaction(get_run, run_id)
+    run = await database.read(get_run, run_id)
     loop = asyncio.get_running_loop()
     end = loop.time() + min(body.wait_seconds, run.settings.longest_wait_seconds)
     with changes.follow(run_id) as follower:
@@ -203,10 +202,9 @@ async def get_candidates(
             if offer is not None:
                 break
             await follower.next(left)
-    columns = await asyncio.to_thread(candidates.columns, offer)
     if ARROW_MEDIA_TYPE in request.headers.get("accept", ""):
-        return Response(await asyncio.to_thread(encode_candidates, columns), media_type=ARROW_MEDIA_TYPE)
-    return JSONResponse((await asyncio.to_thread(columns.to_model)).model_dump(mode="json"))
+        return Response(await asyncio.to_thread(candidates.to_arrow, offer), media_type=ARROW_MEDIA_TYPE)
+    return JSONResponse(await asyncio.to_thread(candidates.to_json, offer))
 
 
 def _decode(kind: str, body: bytes) -> ReserveColumns:
@@ -250,7 +248,7 @@ async def reserve_rollouts(
     kind, body = await read_body(request, "application/json", ARROW_MEDIA_TYPE)
     columns = await asyncio.to_thread(_decode, kind, body)
     await _tidy(database, run_id)
-    run, evidence = await database.transaction(reservation.read_evidence, run_id, columns)
+    run, evidence = await database.read(reservation.read_evidence, run_id, columns)
     drift = await asyncio.to_thread(reservation.measure, run, columns, evidence)
     answer = await database.transaction(reservation.reserve, run_id, update_id, columns, drift, caller)
     changes.announce(run_id)

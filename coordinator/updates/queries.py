@@ -433,6 +433,11 @@ DUE_UPDATES = text("""
     ORDER BY update_id
 """)
 
+HAS_DUE_UPDATES = text("""
+    SELECT EXISTS (SELECT FROM updates u WHERE u.state = 'open' AND u.lease_until <= clock_timestamp()
+                   AND u.run_no = (SELECT run_no FROM runs WHERE run_id = :run_id))
+""")
+
 RUNS_WITH_DUE_UPDATES = text("""
     SELECT DISTINCT r.run_id FROM updates u JOIN runs r USING (run_no)
     WHERE u.state = 'open' AND u.lease_until <= clock_timestamp()

@@ -272,5 +272,4 @@ async def expire_due(connection: AsyncConnection, run_id: str) -> int:
 
 async def has_due(connection: AsyncConnection, run_id: str) -> bool:
     """Whether some update of the run outlived its lease and nobody has tidied up yet."""
-    run = await get_run(connection, run_id)
-    return (await connection.execute(queries.DUE_UPDATES, {"run_no": run.run_no})).first() is not None
+    return bool(await connection.scalar(queries.HAS_DUE_UPDATES, {"run_id": run_id}))

@@ -89,9 +89,9 @@ async def take_in(ledger: Ledger, numbers: range, found: Explained | None) -> No
 
     bodies = [ledger.rollout(f"g{n:05d}:{i}", f"g{n:05d}", i) for n in numbers for i in range(SIZE)]
     columns = rollout_columns([Rollout.model_validate(body) for body in bodies])
-    items, faults = arrival.examine(columns, await call(get_run, ledger.run_id), CALLER)
-    arrived = await call(arrival.take_in, ledger.run_id, items, faults, columns, CALLER)
-    assert {v.verdict for v in arrived.verdicts} == {"accepted"}
+    run = await call(get_run, ledger.run_id)
+    answer = await call(arrival.take_in, run, arrival.examine(columns, run, CALLER), CALLER)
+    assert {v.verdict for v in answer.verdicts} == {"accepted"}
     rewards = [
         {"rollout_id": body["rollout_id"], "status": "ok", "value": 1.0, "ruleset_id": "rules", "ruleset_hash": H}
         for body in bodies
