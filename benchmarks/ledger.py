@@ -171,8 +171,8 @@ def main() -> None:
     with coordinator_here(say) as here:
         about = machine(here)
         about["workload"] = (
-            f"{arguments.rollouts} rollouts of {arguments.tokens} tokens in groups of {GROUP_SIZE}, {PRODUCERS} producers, "
-            f"1 trainer; median of {arguments.repetitions}"
+            f"{arguments.rollouts} rollouts of {arguments.tokens} tokens in groups of {GROUP_SIZE}, "
+            f"{PRODUCERS} producers, 1 trainer; medians of {arguments.repetitions}"
         )
         lines = measure(here, arguments.rollouts, arguments.tokens, arguments.repetitions)
     sys.stdout.write(as_text(about, lines) + "\n")

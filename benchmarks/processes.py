@@ -140,18 +140,17 @@ class Processes:
         stages: defaultdict[str, list[float]] = defaultdict(list)
         spent = 0.0
         while waiting:
-            ready = wait(waiting, PROGRESS_SECONDS)
+            ready = [pipe for pipe in wait(waiting, PROGRESS_SECONDS) if isinstance(pipe, Connection)]
             if not ready:
                 passed = time.perf_counter() - began
                 sys.stderr.write(f"  {name}: {self._done.value} rollouts, {self._done.value / passed:,.0f}/s\n")
             for pipe in ready:
-                assert isinstance(pipe, Connection)
                 waiting.remove(pipe)
                 theirs, parts, processor = _answer(pipe, 0)
                 calls += theirs
                 spent += processor
-                for stage, seconds in parts.items():
-                    stages[stage] += seconds
+                for stage, times in parts.items():
+                    stages[stage] += times
         seconds = time.perf_counter() - began
         after = self._cpu()
         cpu = {"callers": spent} | {name: after[name] - before[name] for name in before}

@@ -9,8 +9,8 @@ from typing import Any
 
 from benchmarks.processes import Measured
 
-
 BARE = "statements"
+"""The way that the others are compared with."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from benchmarks.processes import Times
 from benchmarks.workload import ARTIFACT_HASH, Share, current_log_probs, require
 from coordinator.operations.access import Caller
 from coordinator.rollouts import arrival
-from coordinator.rollouts.service import take_rewards
+from coordinator.rollouts.rewards import take_rewards
 from coordinator.runs.service import get_run
 from coordinator.storage.database import Database, connect
 from coordinator.updates import candidates, reservation, service
@@ -65,34 +65,31 @@ class Submit:
     def prepared(self, share: Share) -> Iterator[Callable[[Times], None]]:
         streams = share.arrow(self.size)
         with _connected(self.at) as (runner, database):
-            run = runner.run(database.transaction(get_run, self.at.run_id))
-            examined = [] if self.decoding else [_examine(stream, run) for stream in streams]
+            known = runner.run(database.read(get_run, self.at.run_id))
+            examined = (
+                []
+                if self.decoding
+                else [arrival.arrive(arrival.decode_arrow, stream, known, CALLER) for stream in streams]
+            )
 
             async def submit(times: Times) -> None:
                 for place, stream in enumerate(streams):
                     began = time.perf_counter()
                     if self.decoding:
+                        with times.stage("find run"):
+                            run = await database.read(get_run, self.at.run_id)
                         with times.stage("decode"):
                             columns = arrival.decode_arrow(stream)
-                        with times.stage("find run"):
-                            found = await database.transaction(get_run, self.at.run_id)
                         with times.stage("examine"):
-                            items, faults = arrival.examine(columns, found, CALLER)
-                        ids = columns.ids
+                            arrived = arrival.examine(columns, run, CALLER)
                     else:
-                        items, faults, ids = examined[place]
+                        run, arrived = known, examined[place]
                     with times.stage("take in"):
-                        answer = await database.transaction(arrival.take_in, self.at.run_id, items, faults, ids, CALLER)
-                    times.call(began, len(ids))
+                        answer = await database.transaction(arrival.take_in, run, arrived, CALLER)
+                    times.call(began, len(arrived.columns))
                     require((v.verdict for v in answer.verdicts), "accepted")
 
             yield lambda times: runner.run(submit(times))
-
-
-def _examine(stream: bytes, run: object) -> tuple[list[arrival.Item], dict[int, arrival.Fault], list[str | None]]:
-    columns = arrival.decode_arrow(stream)
-    items, faults = arrival.examine(columns, run, CALLER)
-    return items, faults, columns.ids
 
 
 @dataclass(frozen=True)
@@ -142,11 +139,11 @@ class Consume:
                 await transaction(service.open_update, run_id, update_id, opening, CALLER)
             asking = CandidatesRequest(owner=OWNER, groups=self.groups)
             with times.stage("hold"):
-                rows, groups, empty = await transaction(candidates.hold, run_id, update_id, asking)
-            if empty is not None:
+                offer = await transaction(candidates.hold, run_id, update_id, asking, CALLER)
+            if not offer.rows:
                 return
             with times.stage("columns"):
-                found = candidates.columns(rows, groups, empty)
+                found = candidates.columns(offer)
             if self.decoding:
                 with times.stage("encode candidates"):
                     stream = encode_candidates(found)
@@ -170,7 +167,7 @@ class Consume:
                 with times.stage("decode reserve"):
                     columns = decode_reserve(stream)
             with times.stage("read evidence"):
-                run, evidence = await transaction(reservation.read_evidence, run_id, columns)
+                run, evidence = await database.read(reservation.read_evidence, run_id, columns)
             with times.stage("drift"):
                 drift = reservation.measure(run, columns, evidence)
             with times.stage("reserve"):

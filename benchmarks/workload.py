@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ def rollout_id(number: int) -> str:
 
 @dataclass(frozen=True)
 class Share:
-    """The rollouts of one producer: whole groups, `numbers` in order, `tokens` tokens each, a quarter of them prompt."""
+    """The rollouts of one producer: whole groups, in order; `tokens` to each, a quarter of them prompt."""
 
     numbers: range
     tokens: int
@@ -86,6 +87,7 @@ class Share:
             Ragged(random.integers(0, VOCAB_SIZE, mask.size), offsets),
             Ragged(mask, offsets),
             Ragged(log_probs, offsets),
+            [None] * len(numbers),
         )
 
     def arrow(self, size: int) -> list[bytes]:
@@ -104,7 +106,7 @@ class Share:
 def shares(rollouts: int, tokens: int, producers: int) -> list[Share]:
     """Whole groups, spread evenly over the producers."""
     bounds = [GROUP_SIZE * (rollouts // GROUP_SIZE * k // producers) for k in range(producers + 1)]
-    return [Share(range(first, end), tokens) for first, end in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [Share(range(first, end), tokens) for first, end in itertools.pairwise(bounds)]
 
 
 def current_log_probs(behavior: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -97,7 +97,7 @@ class Allow:
     ) -> Caller:
         if credentials is None:
             raise Refusal("unauthenticated", "the request carries no bearer token")
-        caller = await database_of(request).read(authenticate, credentials.credentials)
+        caller = await (await database_of(request)).read(authenticate, credentials.credentials)
         if caller is None:
             raise Refusal("unauthenticated", "the token is unknown, expired or revoked")
         if caller.role not in self.roles:
@@ -114,12 +114,15 @@ class Allow:
         return caller
 
 
-def database_of(request: Request) -> Database:
+# Dependencies are coroutines, though they wait for nothing: FastAPI runs any other function in a thread.
+
+
+async def database_of(request: Request) -> Database:
     """The app's database."""
     return cast(Database, request.app.state.database)
 
 
-def changes_of(request: Request) -> Changes:
+async def changes_of(request: Request) -> Changes:
     """The app's waiters."""
     return cast(Changes, request.app.state.changes)
 

@@ -28,12 +28,12 @@ from coordinator.wire.policies import (
 router = APIRouter(prefix="/v1/runs/{run_id}", tags=["policies"])
 
 
-def store_of(request: Request) -> ArtifactStore:
+async def store_of(request: Request) -> ArtifactStore:
     """The app's artifact store."""
     return cast(ArtifactStore, request.app.state.artifacts)
 
 
-def watchers_of(request: Request) -> Watchers[Watch]:
+async def watchers_of(request: Request) -> Watchers[Watch]:
     """Those who watch the runs of this app."""
     return cast(Watchers[Watch], request.app.state.watchers)
 
