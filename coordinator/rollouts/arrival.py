@@ -263,13 +263,15 @@ async def take_in(connection: AsyncConnection, run: Run, arrived: Arrived, calle
     columns, items, faults = arrived.columns, arrived.items, arrived.faults
     await _require_room(connection, run, items)
     verdicts: dict[int, ArrivalVerdict] = {}
+    numbers: dict[int, int] = {}
     if items:
-        items, mismatched = await _claim_groups(connection, run, items)
+        numbers = await _contract_numbers(connection, run, items)
+        items, mismatched = await _claim_groups(connection, run, items, numbers)
         faults = faults | mismatched
     first, repeats = _first_of_each(items)
     verdicts |= await _refuse(connection, run, faults, columns, caller)
     if first:
-        verdicts |= await _store(connection, run, first, caller)
+        verdicts |= await _store(connection, run, first, numbers, caller)
         verdicts |= await _store_rewards(connection, run, first, verdicts, caller)
     for item, other in repeats:
         same = item.content_hash == other.content_hash and (item.identity.rollout_id == other.identity.rollout_id)
@@ -295,16 +297,22 @@ async def _require_room(connection: AsyncConnection, run: Run, items: list[Item]
         raise Refusal("storage_full", f"run {run.run_id} stores {stored} of {limit} bytes; {coming} more do not fit")
 
 
+async def _contract_numbers(connection: AsyncConnection, run: Run, items: list[Item]) -> dict[int, int]:
+    """The numbers of the contracts by their `id()`: nearly always all items share one, which is compared once."""
+    different = {id(item.identity.contract): item.identity.contract for item in items}
+    numbers = await contract_numbers(connection, run, different.values())
+    return {key: numbers[contract] for key, contract in different.items()}
+
+
 async def _claim_groups(
-    connection: AsyncConnection, run: Run, items: list[Item]
+    connection: AsyncConnection, run: Run, items: list[Item], numbers: dict[int, int]
 ) -> tuple[list[Item], dict[int, Fault]]:
     """Makes and locks the groups. Answers the items that share their group's contract, and the others' faults."""
     versions = sorted({span.version for item in items for span in item.identity.spans})
     await connection.execute(queries.SHARE_CANDIDATES, {"run_no": run.run_no, "versions": versions})
-    numbers = await contract_numbers(connection, run, (item.identity.contract for item in items))
     wanted: dict[str, int | None] = {}
     for item in items:
-        wanted.setdefault(getattr(item.identity, run.group_column), numbers[item.identity.contract])
+        wanted.setdefault(getattr(item.identity, run.group_column), numbers[id(item.identity.contract)])
     pinned = await groups.claim(connection, run, wanted)
     faults = {
         item.place: Fault(
@@ -313,7 +321,7 @@ async def _claim_groups(
             f"group {item.identity.group_id} was generated under another contract",
         )
         for item in items
-        if pinned[getattr(item.identity, run.group_column)] != numbers[item.identity.contract]
+        if pinned[getattr(item.identity, run.group_column)] != numbers[id(item.identity.contract)]
     }
     return [item for item in items if item.place not in faults], faults
 
@@ -389,9 +397,10 @@ def _first_of_each(items: Iterable[Item]) -> tuple[list[Item], list[tuple[Item, 
     return first, repeats
 
 
-async def _store(connection: AsyncConnection, run: Run, items: list[Item], caller: Caller) -> dict[int, ArrivalVerdict]:
+async def _store(
+    connection: AsyncConnection, run: Run, items: list[Item], numbers: dict[int, int], caller: Caller
+) -> dict[int, ArrivalVerdict]:
     group_ids = sorted({getattr(item.identity, run.group_column) for item in items})
-    numbers = await contract_numbers(connection, run, (item.identity.contract for item in items))
     spans = [
         (n, span, acts)
         for n, item in enumerate(items, start=1)
@@ -425,7 +434,7 @@ async def _store(connection: AsyncConnection, run: Run, items: list[Item], calle
                 None if item.identity.row_starts == (0,) else ",".join(map(str, item.identity.row_starts))
                 for item in items
             ],
-            "contract_no": [numbers[item.identity.contract] for item in items],
+            "contract_no": [numbers[id(item.identity.contract)] for item in items],
             "span_item": [n for n, _, _ in spans],
             "span_version": [span.version for _, span, _ in spans],
             "span_hash": [span.artifact_hash for _, span, _ in spans],

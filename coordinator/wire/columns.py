@@ -194,7 +194,7 @@ def _read_table(
                 column = column.cast(field.type)
             except pa.ArrowException as error:
                 raise ArrowError(f"column {field.name} is {column.type}, not {field.type}") from error
-        columns.append(column.combine_chunks())
+        columns.append(column.chunk(0) if column.num_chunks == 1 else column.combine_chunks())
     return pa.table(columns, names=[field.name for field in kept]).replace_schema_metadata(table.schema.metadata)
 
 
@@ -240,7 +240,10 @@ def _is_float_list(kind: pa.DataType) -> bool:
 def _ragged_column(table: pa.Table, name: str, dtype: npt.DTypeLike) -> Ragged:
     column = table.column(name)
     array: pa.ListArray = column.chunk(0) if column.num_chunks else column.combine_chunks()
-    lengths = np.asarray(array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False), dtype=np.int64)
+    # A null list is empty; its offsets may say otherwise.
+    lengths = np.diff(array.offsets.to_numpy())
+    if array.null_count:
+        lengths = np.where(array.is_valid().to_numpy(zero_copy_only=False), lengths, 0)
     values = array.flatten()
     if values.null_count:
         if pa.types.is_floating(values.type):
