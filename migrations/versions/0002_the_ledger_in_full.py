@@ -207,6 +207,9 @@ def upgrade() -> None:
     for statement in _FILL:
         op.execute(statement)
     op.alter_column("rollout_evidence", "tokens", nullable=False)
+    op.execute("ALTER TABLE rollout_evidence SET (toast_tuple_target = 8160)")
+    for column in ("token_ids", "action_mask", "behavior_log_probs", "side_data"):
+        op.execute(f"ALTER TABLE rollout_evidence ALTER COLUMN {column} SET STORAGE EXTERNAL")
     op.create_check_constraint(
         op.f("rollouts_contract"), "rollouts", "(contract_no IS NULL) = (state = 'generation_failed')"
     )
