@@ -109,8 +109,8 @@ def drift_statistics(
     """
     _check_columns(behavior, current, action_mask, offsets)
     action = np.flatnonzero(action_mask)
-    old = behavior[action].astype(np.float64)
-    new = current[action].astype(np.float64)
+    old = behavior[action].astype(np.float64, copy=False)
+    new = current[action].astype(np.float64, copy=False)
     not_finite = ~(np.isfinite(old) & np.isfinite(new))
     if not_finite.any():
         position = int(action[not_finite.argmax()])
@@ -130,15 +130,16 @@ def drift_statistics(
         distance = np.abs(d)
         # Within float64's range inf - inf cannot arise below.
         d = np.clip(d, -_LARGEST, _LARGEST)
-        mean_abs = _segment_sums(distance, starts, counts) / counts
+        segments = _Segments(starts, counts)
+        mean_abs = segments.sums(distance) / counts
         max_abs = np.maximum.reduceat(distance, starts) if starts.size else distance
         # expm1 keeps the digits that exp(d) - 1 loses at small d; its last rounding may still fall below d.
-        k3 = _segment_sums(np.maximum(np.expm1(d) - d, 0.0), starts, counts) / counts
-        outside_share = _segment_sums((distance > _LOG_2).astype(np.float64), starts, counts) / counts
+        k3 = segments.sums(np.maximum(np.expm1(d) - d, 0.0)) / counts
+        outside_share = segments.sums(distance > _LOG_2) / counts
         # The ratio is free of scale: with the largest weight at 1 neither sum can overflow or vanish.
         peak = np.maximum.reduceat(d, starts) if starts.size else d
         w = np.exp(d - np.repeat(peak, counts))
-        sample_size = _segment_sums(w, starts, counts) ** 2 / (counts * _segment_sums(w * w, starts, counts))
+        sample_size = segments.sums(w) ** 2 / (counts * segments.sums(w * w))
 
     def per_rollout(values: NDArray[np.float64]) -> NDArray[np.float64]:
         column = np.full(n.shape, np.nan)
@@ -228,18 +229,24 @@ def assess_policy_compatibility(
     }
 
 
-def _segment_sums(
-    values: NDArray[np.float64], starts: NDArray[np.integer[Any]], counts: NDArray[np.int64]
-) -> NDArray[np.float64]:
-    """Sums of adjoining, non-empty segments of ``values``, each rounded as ``numpy.sum`` rounds it alone."""
-    if not starts.size:
-        return np.zeros(0)
-    # reduceat adds a segment's first element last, numpy.sum starts from 0. A 0 before each segment makes
-    # both add in the same order, so that a mean at the limit is judged alike in a batch and alone.
-    shift = np.arange(1, starts.size + 1)
-    padded = np.zeros(values.size + starts.size)
-    padded[np.arange(values.size) + np.repeat(shift, counts)] = values
-    return np.asarray(np.add.reduceat(padded, starts + shift - 1), dtype=np.float64)
+class _Segments:
+    """Sums of adjoining, non-empty segments of a column, each rounded as ``numpy.sum`` rounds it alone."""
+
+    def __init__(self, starts: NDArray[np.integer[Any]], counts: NDArray[np.int64]) -> None:
+        # reduceat adds a segment's first element last, numpy.sum starts from 0. A 0 before each segment makes
+        # both add in the same order, so that a mean at the limit is judged alike in a batch and alone.
+        shift = np.arange(1, starts.size + 1)
+        self._begins = starts + shift - 1
+        self._padded = np.zeros(int(counts.sum()) + starts.size)
+        self._places = np.repeat(shift, counts)
+        self._places += np.arange(self._places.size)
+
+    def sums(self, values: NDArray[Any]) -> NDArray[np.float64]:
+        """One sum per segment, float64. ``values`` is floating or bool [N]."""
+        if not self._begins.size:
+            return np.zeros(0)
+        self._padded[self._places] = values
+        return np.asarray(np.add.reduceat(self._padded, self._begins), dtype=np.float64)
 
 
 def _check_columns(
