@@ -85,7 +85,7 @@ async def test_arrow_says_the_same_of_a_wrong_digest(ledger: Ledger) -> None:
 async def test_side_data_is_part_of_the_content(ledger: Ledger, changes: Json) -> None:
     """Without it, or with another, the same id is a conflict."""
     await ledger.submit(ledger.rollout("r", **SIDE))
-    assert (await ledger.submit(ledger.rollout("r", **changes)))[0]["verdict"] == "conflict"
+    assert (await ledger.submit(ledger.rollout("r") | changes))[0]["verdict"] == "conflict"
     assert (await ledger.get("/rollouts/r"))["side_data_digest"] == DIGEST
 
 
