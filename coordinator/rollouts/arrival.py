@@ -367,8 +367,8 @@ async def _store_rewards(
     ]
     if not rewarded:
         return {}
-    answers = await store_rewards(connection, run, [reward for _, reward in rewarded], caller)
-    return {
+    answers, fallen = await store_rewards(connection, run, [reward for _, reward in rewarded], caller)
+    after = {
         place: verdicts[place].model_copy(
             update={
                 "reward": answer.verdict,
@@ -378,6 +378,11 @@ async def _store_rewards(
         )
         for (place, _), answer in zip(rewarded, answers, strict=True)
     }
+    for item in items:  # the reward of one member may take its siblings along
+        if item.identity.rollout_id in fallen and verdicts[item.place].verdict != "conflict":
+            fell = {"state": "offline", "revision": fallen[item.identity.rollout_id], "reason": "group_refused"}
+            after[item.place] = after.get(item.place, verdicts[item.place]).model_copy(update=fell)
+    return after
 
 
 def _first_of_each(items: Iterable[Item]) -> tuple[list[Item], list[tuple[Item, Item]]]:

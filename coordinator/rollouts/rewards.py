@@ -26,14 +26,16 @@ from coordinator.wire.rollouts import (
 async def take_rewards(connection: AsyncConnection, run_id: str, body: RewardBatch, caller: Caller) -> RewardAnswer:
     """Stores rewards and answers one verdict for each, in the order sent."""
     run = await get_run(connection, run_id)
-    return RewardAnswer(verdicts=await store_rewards(connection, run, body.rewards, caller))
+    verdicts, _ = await store_rewards(connection, run, body.rewards, caller)
+    return RewardAnswer(verdicts=verdicts)
 
 
 async def store_rewards(
     connection: AsyncConnection, run: Run, rewards: Sequence[Reward], caller: Caller
-) -> list[RewardVerdict]:
-    """One verdict for each reward, in the order given."""
+) -> tuple[list[RewardVerdict], dict[str, int]]:
+    """One verdict for each reward, in the order given, and the rollouts that fell with their groups: id -> revision."""
     verdicts: dict[int, RewardVerdict] = {}
+    fallen: dict[str, int] = {}
     good: list[tuple[int, Reward, float | None]] = []
     for place, reward in enumerate(rewards):
         value, fault = _value(reward)
@@ -52,7 +54,7 @@ async def store_rewards(
                 verdicts[place] = verdict.model_copy(
                     update={"state": "offline", "revision": fallen[verdict.rollout_id]}
                 )
-    return [verdicts[place] for place in range(len(rewards))]
+    return [verdicts[place] for place in range(len(rewards))], fallen
 
 
 def _value(reward: Reward) -> tuple[float | None, str | None]:
