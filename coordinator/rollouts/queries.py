@@ -362,13 +362,15 @@ RESCORE = """
 """
 
 # Counts the members of groups anew after some of them changed, and refuses the groups that can no longer have
-# enough usable ones: what is left of those goes offline. A member (one sample_index) may have several attempts.
+# enough usable ones: what is left of those goes offline. A member (one sample_index) may have several attempts; when
+# the newest has failed it waits for the next, until there can be none.
 REFRESH_GROUPS = f"""
     WITH member AS (
         SELECT g.group_id, r.sample_index,
             bool_or(r.state IN ('rewarded', 'reserved', 'consumed')) AS usable,
-            bool_or(r.state = 'generated' OR (r.state IN ('reward_failed', 'generation_failed')
-                                              AND r.attempt + 1 < :max_attempts)) AS pending,
+            bool_or(r.state = 'generated') OR COALESCE(
+                max(r.attempt) FILTER (WHERE r.state IN ('reward_failed', 'generation_failed')) = max(r.attempt)
+                AND max(r.attempt) + 1 < :max_attempts, false) AS pending,
             count(*) FILTER (WHERE r.state = 'rewarded') AS rewarded,
             min(r.oldest_clock) FILTER (WHERE r.state = 'rewarded') AS oldest_clock,
             max(r.oldest_clock) FILTER (WHERE r.state = 'rewarded') AS freshest_clock,

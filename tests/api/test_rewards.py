@@ -137,6 +137,26 @@ async def test_another_attempt_saves_the_member(ledger: Ledger) -> None:
     assert await twice.state("b") == ("offline", "group_spent", 2)
 
 
+@pytest.mark.parametrize("last", ["reward_failed", "quarantined"])
+async def test_a_member_is_settled_by_its_last_attempt_whatever_became_of_the_earlier_ones(
+    ledger: Ledger, last: str
+) -> None:
+    run = await Ledger.create(ledger.api, "twice", group_size=3, max_attempts=2)
+    await run.worker()
+    ok(await run.open())
+    await run.submit(*(run.rollout(r, index=i) for i, r in enumerate("abc")))
+    await run.reward("a")
+    await run.reward("b")
+    await run.reward("c", None, status="timeout")
+    assert (await run.candidates())["empty"]["reason"] == "groups_incomplete"
+    await run.submit(run.rollout("c2", index=2, attempt=1, version=9 if last == "quarantined" else 0))
+    if last == "reward_failed":
+        assert (await run.candidates())["empty"]["reason"] == "groups_incomplete"
+        await run.reward("c2", None, status="error")
+    assert (await run.state("c2"))[0] == last
+    assert (await run.candidates())["groups"] == ["g"]
+
+
 async def test_latecomers_of_a_spent_group_go_offline(ledger: Ledger) -> None:
     four = await Ledger.create(ledger.api, "four", group_size=4, group_deadline_seconds=0.2)
     await four.worker()
