@@ -330,30 +330,38 @@ async def _refuse(
     connection: AsyncConnection, run: Run, faults: dict[int, Fault], columns: RolloutColumns, caller: Caller
 ) -> dict[int, ArrivalVerdict]:
     """The verdicts of items at fault, which are counted by worker and reason and leave nothing else."""
-    found: Counter[tuple[str, str]] = Counter()
-    details: dict[tuple[str, str], str] = {}
+    senders = {}
     for place, fault in faults.items():
         identity = columns.identities[place]
-        sender = caller.worker_id or (caller.actor if isinstance(identity, Fault) else identity.worker_id)
-        found[sender, fault.code] += 1
-        details[sender, fault.code] = fault.detail[:300]
-        log.info("run %s: rejected %s from %s: %s", run.run_id, columns.ids[place], sender, fault.detail)
-    if found:
-        keys = sorted(found)
-        await connection.execute(
-            queries.COUNT_REJECTIONS,
-            {
-                "run_no": run.run_no,
-                "worker_ids": [worker_id for worker_id, _ in keys],
-                "reasons": [reason for _, reason in keys],
-                "ns": [found[key] for key in keys],
-                "details": [details[key] for key in keys],
-            },
-        )
+        senders[place] = caller.worker_id or (caller.actor if isinstance(identity, Fault) else identity.worker_id)
+        log.info("run %s: rejected %s from %s: %s", run.run_id, columns.ids[place], senders[place], fault.detail)
+    await count_rejections(connection, run, [(senders[place], fault) for place, fault in faults.items()])
     return {
         place: ArrivalVerdict(rollout_id=columns.ids[place], verdict="rejected", reason=fault.code, detail=fault.detail)
         for place, fault in faults.items()
     }
+
+
+async def count_rejections(connection: AsyncConnection, run: Run, rejected: Iterable[tuple[str, Fault]]) -> None:
+    """Counts what was rejected, by its sender and the reason; a worker with many becomes suspect."""
+    found: Counter[tuple[str, str]] = Counter()
+    details: dict[tuple[str, str], str] = {}
+    for sender, fault in rejected:
+        found[sender, fault.code] += 1
+        details[sender, fault.code] = fault.detail[:300]
+    if not found:
+        return
+    keys = sorted(found)
+    await connection.execute(
+        queries.COUNT_REJECTIONS,
+        {
+            "run_no": run.run_no,
+            "worker_ids": [sender for sender, _ in keys],
+            "reasons": [reason for _, reason in keys],
+            "ns": [found[key] for key in keys],
+            "details": [details[key] for key in keys],
+        },
+    )
 
 
 async def _store_rewards(

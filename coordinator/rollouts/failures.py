@@ -9,8 +9,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from coordinator.operations.access import Caller
 from coordinator.rollouts import groups, queries
-from coordinator.rollouts.arrival import member_fault
-from coordinator.rules.identity import canonical_hash
+from coordinator.rollouts.arrival import count_rejections, member_fault
+from coordinator.rules.identity import Fault, canonical_hash
 from coordinator.runs.service import Run, get_run
 from coordinator.wire.rollouts import ArrivalAnswer, ArrivalVerdict, GenerationFailure, GenerationFailureBatch
 
@@ -80,10 +80,12 @@ async def take_failures(
     first: dict[str, tuple[int, GenerationFailure]] = {}
     members: set[tuple[str, int, int]] = set()
     repeats: list[tuple[int, GenerationFailure]] = []
+    rejected: list[tuple[str, Fault]] = []
     for place, failure in enumerate(body.failures):
         fault = member_fault(failure, run, caller)
         member = (failure.group_id, failure.sample_index, failure.attempt)
         if fault is not None:
+            rejected.append((caller.worker_id or failure.worker_id, fault))
             log.info("run %s: rejected %s from %s: %s", run_id, failure.rollout_id, caller.actor, fault.detail)
             verdicts[place] = ArrivalVerdict(
                 rollout_id=failure.rollout_id, verdict="rejected", reason=fault.code, detail=fault.detail
@@ -93,6 +95,7 @@ async def take_failures(
         else:
             first[failure.rollout_id] = (place, failure)
             members.add(member)
+    await count_rejections(connection, run, rejected)
     if first:
         verdicts |= await _store(connection, run, list(first.values()), caller)
     for place, failure in repeats:
