@@ -10,7 +10,7 @@ from coordinator.settings import Settings
 from coordinator.wire.problems import PROBLEMS
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = {"lifecycle": DOCS / "concepts.md", "codes": DOCS / "api.md", "settings": DOCS / "operating.md"}
+PAGES = {"lifecycle": DOCS / "guarantees.md", "codes": DOCS / "api.md", "settings": DOCS / "operating.md"}
 """The page of each generated part, by the name of its marker."""
 
 

@@ -51,6 +51,14 @@ def test_links_lead_somewhere() -> None:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_the_tests_that_hold_a_guarantee_are_there() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (DOCS / "guarantees.md").read_text(encoding="utf-8"))
+    assert len(named) > 30
+    for file, name in named:
+        source = (ROOT / file).read_text(encoding="utf-8")
+        assert re.search(rf"^(async )?def {name}\(", source, re.MULTILINE), f"{file}::{name}"
+
+
 class Learner:
     """What the README asks of a learner; each step is followed by new groups and, as workers do, by an ack."""
 
