@@ -80,11 +80,8 @@ RELEASE = f"""
             min(v.lag_clock) FILTER (WHERE s.acts) AS oldest_clock,
             max(v.lag_clock) FILTER (WHERE s.acts) AS newest_clock,
             (array_agg(s.version ORDER BY v.lag_clock DESC NULLS LAST, s.version DESC) FILTER (WHERE s.acts))[1]
-                AS newest_version,
-            bool_or(v.state IN ('prepared', 'committed') AND NOT EXISTS (
-                SELECT FROM activations c
-                WHERE c.run_no = :run_no AND c.version = s.version AND c.state = 'open')) AS not_activated
-        FROM i JOIN s USING (item)
+                AS newest_version
+        FROM i JOIN s USING (item) CROSS JOIN p
         LEFT JOIN policy_versions v ON v.run_no = :run_no AND v.version = s.version
         LEFT JOIN acks a ON a.run_no = :run_no AND a.worker_id = i.worker_id AND a.incarnation = i.incarnation
             AND a.version = s.version AND a.matching
@@ -95,7 +92,6 @@ RELEASE = f"""
             CASE
                 WHEN i.dropped THEN 'beyond_retention'
                 {IDENTITY_REASONS}
-                WHEN j.not_activated THEN 'candidate_not_activated'
                 WHEN :gate_lag AND p.lag_clock - j.oldest_clock > :max_lag THEN 'stale_policy'
             END AS stays_for
         FROM i JOIN j USING (item) CROSS JOIN p

@@ -70,12 +70,19 @@ SHARE_CANDIDATES = text("""
     ORDER BY version FOR SHARE
 """)
 
-# What the spans `s` of a rollout of worker `i` are held against: versions `v` and acks `a`.
+# What the spans `s` of a rollout of worker `i` are held against: versions `v`, acks `a` and the active version `p`.
+# A candidate whose activation failed may be tried again; one whose number was overtaken never becomes active.
 SPAN_CHECKS = """bool_or(v.version IS NULL) AS policy_unknown,
             bool_or(v.artifact_hash IS DISTINCT FROM s.artifact_hash) AS policy_identity_conflict,
             bool_or(v.state = 'withdrawn') AS policy_withdrawn,
             bool_or(a.version IS NULL) AS worker_not_acked,
-            bool_or(v.state = 'abandoned') AS candidate_not_activated"""
+            bool_or(v.state = 'abandoned' OR (v.state IN ('prepared', 'committed')
+                AND NOT EXISTS (SELECT FROM activations c
+                                WHERE c.run_no = :run_no AND c.version = s.version AND c.state = 'open')
+                AND (s.version < p.version OR EXISTS (
+                    SELECT FROM activations c
+                    WHERE c.run_no = :run_no AND c.version = s.version AND c.state = 'failed')))
+            ) AS candidate_not_activated"""
 
 # The reasons that come of the identity alone, in the order in which the first that holds is given. `j` holds the
 # checks, `p` is the active version.
@@ -126,7 +133,7 @@ ARRIVE = """
             array_agg(s.artifact_hash ORDER BY s.start_at) AS span_hashes,
             array_agg(s.start_at ORDER BY s.start_at) AS span_starts,
             array_agg(s.end_at ORDER BY s.start_at) AS span_ends
-        FROM item i JOIN span s USING (item)
+        FROM item i JOIN span s USING (item) CROSS JOIN pointer p
         LEFT JOIN LATERAL (
             SELECT version, artifact_hash, state, lag_clock FROM policy_versions
             WHERE run_no = :run_no AND version = s.version LIMIT 1
