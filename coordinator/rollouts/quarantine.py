@@ -53,8 +53,8 @@ FALLEN_SIBLINGS = """
       AND s.state = 'offline' AND s.reason = 'group_refused'
 """
 
-# Holds each named rollout against the arrival checks once more. Those that pass go where their stored reward has
-# them, or offline where their group is spent; the groups that were refused are open again.
+# Holds each rollout against the arrival checks once more. Those that pass go where their stored reward has them, or
+# offline where their group is spent; siblings only with one that was named. Groups that were refused are open again.
 RELEASE = f"""
     WITH i AS (
         SELECT r.rollout_id, r.rollout_id AS item, r.state, r.revision, r.reason AS held_for, r.reward_status,
@@ -95,12 +95,16 @@ RELEASE = f"""
                 WHEN :gate_lag AND p.lag_clock - j.oldest_clock > :max_lag THEN 'stale_policy'
             END AS stays_for
         FROM i JOIN j USING (item) CROSS JOIN p
+    ), comes AS (
+        SELECT *, rollout_id = ANY(CAST(:named AS text[])) OR group_key IN (
+            SELECT group_key FROM judged WHERE stays_for IS NULL AND rollout_id = ANY(CAST(:named AS text[]))) AS asked
+        FROM judged
     ), moves AS (
         SELECT *, CASE
             WHEN group_state <> 'spent' THEN {STATE_BY_REWARD}
             WHEN state = 'quarantined' THEN 'offline'
         END AS next_state
-        FROM judged WHERE stays_for IS NULL
+        FROM comes WHERE stays_for IS NULL AND asked
     ), moved AS (
         UPDATE rollouts r SET state = m.next_state, revision = m.revision + 1,
             reason = CASE WHEN m.next_state = 'offline' THEN 'group_spent' END,
@@ -122,7 +126,7 @@ RELEASE = f"""
     )
     SELECT j.rollout_id, j.stays_for, moved.rollout_id IS NOT NULL AS moved, COALESCE(moved.state, j.state) AS state,
         COALESCE(moved.revision, j.revision) AS revision, moved.reason
-    FROM judged j LEFT JOIN moved USING (rollout_id)
+    FROM comes j LEFT JOIN moved USING (rollout_id) WHERE j.asked
 """
 
 
@@ -156,12 +160,13 @@ async def release(connection: AsyncConnection, run_id: str, body: Release, calle
     siblings = await connection.scalars(
         for_run(FALLEN_SIBLINGS, run.group_column), {"run_no": run.run_no, "group_ids": group_ids}
     )
-    asked = sorted({*named, *siblings.all()})
+    accompanied = sorted({*named, *siblings.all()})
     rows = await connection.execute(
         for_run(RELEASE, run.group_column),
         {
             "run_no": run.run_no,
-            "rollout_ids": asked,
+            "rollout_ids": accompanied,
+            "named": named,
             "gate_lag": run.settings.lag_gate == "enforce",
             "max_lag": run.settings.max_lag,
             "actor": caller.actor,
@@ -169,6 +174,7 @@ async def release(connection: AsyncConnection, run_id: str, body: Release, calle
     )
     judged = {row.rollout_id: row for row in rows}
     fallen = await groups.refresh(connection, run, group_ids, caller.actor)
+    asked = sorted({*named, *judged})
     present = await groups.members(connection, run, asked)
     verdicts = []
     for rollout_id in asked:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from tests.api.ledger import H, Api, Json, Ledger, ok
+from tests.api.ledger import Api, H, Json, Ledger, ok
 
 
 async def ledger_of(api: Api, **settings: Any) -> Ledger:
@@ -41,9 +41,8 @@ async def loose(api: Api) -> Ledger:
 
 async def test_policy_unknown_stays_until_the_version_is_known_and_acked(loose: Ledger) -> None:
     """It then waits for the switch like any candidate: first it was never acked, then it is ahead of the pointer."""
-    await loose.worker("v")
     content = b"weights 1"
-    ok(await loose.prepare(1, 0, content))
+    ok(await loose.prepare(1, 0, content))  # only to learn its hash
     spans = [{"version": 1, "artifact_hash": loose.hashes[1], "start": 0, "end": 6}]
     other = await ledger_of(loose.api, min_usable=1, run_id="other")
     assert await put(other, spans=spans) == "policy_unknown"
@@ -238,7 +237,10 @@ async def test_a_refused_group_can_be_released_by_any_of_its_members(ledger: Led
     assert await ledger.state("a") == ("offline", "group_refused", 1)
     assert said(await release(ledger, "a")) == [("a", "set_aside", "offline", "group_refused")]
     await ledger.ack("w", 0, incarnation="w-2")
-    assert said(await release(ledger, "b")) == [("a", "released", "generated", None), ("b", "released", "generated", None)]
+    assert said(await release(ledger, "b")) == [
+        ("a", "released", "generated", None),
+        ("b", "released", "generated", None),
+    ]
 
 
 async def test_one_that_stays_brings_no_sibling_back(ledger: Ledger) -> None:
@@ -248,10 +250,8 @@ async def test_one_that_stays_brings_no_sibling_back(ledger: Ledger) -> None:
     assert await ledger.state("a") == before == ("offline", "group_refused", 1)
 
 
-async def test_what_belongs_to_a_spent_group_is_set_aside(loose: Ledger) -> None:
-    await loose.worker("w", "w-2", ack=False)
-    quick = await Ledger.create(loose.api, "quick", group_size=3, min_usable=2, group_deadline_seconds=0.1)
-    await quick.worker()
+async def test_what_belongs_to_a_spent_group_is_set_aside(api: Api) -> None:
+    quick = await ledger_of(api, group_size=3, group_deadline_seconds=0.1)
     await quick.worker("v", ack=False)
     await quick.submit(quick.rollout("a"), quick.rollout("b", index=1))
     await quick.reward("a")
