@@ -144,7 +144,7 @@ class Run:
         while True:
             page = self._connection.call("GET", (*self._path, "audit"), Audit, params=params)
             yield from page.entries
-            if page.next_after is None:
+            if not page.entries:
                 return
             params["after"] = page.next_after
 

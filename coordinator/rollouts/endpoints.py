@@ -12,7 +12,7 @@ from pydantic import AwareDatetime
 from coordinator.body import read_body
 from coordinator.errors import refusals
 from coordinator.operations.access import Admin, Anyone, ChangesHere, DatabaseHere, RewardCaller, WorkerCaller
-from coordinator.rollouts import arrival, failures, quarantine, reading, rewards
+from coordinator.rollouts import arrival, audit, failures, quarantine, reading, rewards
 from coordinator.runs.service import get_run
 from coordinator.wire.columns import ARROW_MEDIA_TYPE, encode_evidence
 from coordinator.wire.rollouts import (
@@ -184,7 +184,7 @@ async def get_audit(
 ) -> Audit:
     """Read every change of rollouts in the order of time, all or those of one rollout or update."""
     return await database.transaction(
-        reading.list_audit,
+        audit.list_audit,
         run_id,
         after,
         limit,

@@ -1,4 +1,4 @@
-"""Reading rollouts: one by one, in lists with filters, their changes, and their tokens."""
+"""Reading rollouts: one by one, in lists with filters, one's history, and their tokens."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from coordinator.errors import Refusal
+from coordinator.rollouts.audit import CHANGE
 from coordinator.runs.service import Run, get_run
-from coordinator.storage.settled import settled_before
 from coordinator.wire.columns import EvidenceColumns, Ragged, base64_text, nulls_for_nan
 from coordinator.wire.rollouts import (
-    Audit,
-    AuditEntry,
     RolloutEvidence,
     RolloutHistory,
     RolloutList,
@@ -40,19 +38,9 @@ LIST_ROLLOUTS = """
     ORDER BY r.rollout_id LIMIT :limit
 """
 
-_CHANGE = "revision, event, from_state, to_state, reason, actor, update_id, lag, drift, max_lag, max_drift, at"
-
 GET_HISTORY = text(f"""
-    SELECT {_CHANGE} FROM rollout_audit WHERE run_no = :run_no AND rollout_id = :rollout_id ORDER BY revision
+    SELECT {CHANGE} FROM rollout_audit WHERE run_no = :run_no AND rollout_id = :rollout_id ORDER BY revision
 """)
-
-LIST_AUDIT = """
-    SELECT rollout_id, {change} FROM rollout_audit
-    WHERE run_no = :run_no AND at < :settled {conditions}
-    ORDER BY at, rollout_id, revision LIMIT :limit
-"""
-
-UPDATE_BEGAN = text("SELECT opened_at FROM updates WHERE run_no = :run_no AND update_id = :update_id")
 
 GET_EVIDENCE = text("""
     SELECT rollout_id, token_ids, action_mask, behavior_log_probs, side_data, side_data_digest,
@@ -145,59 +133,6 @@ async def get_history(connection: AsyncConnection, run_id: str, rollout_id: str)
     if not transitions:
         raise Refusal("rollout_unknown", f"run {run_id} has no rollout {rollout_id}")
     return RolloutHistory(rollout_id=rollout_id, transitions=transitions)
-
-
-def _cursor(entry: AuditEntry) -> str:
-    return f"{entry.at.isoformat()}|{entry.rollout_id}|{entry.revision}"
-
-
-async def list_audit(
-    connection: AsyncConnection,
-    run_id: str,
-    after: str,
-    limit: int,
-    *,
-    rollout_id: str | None = None,
-    update_id: str | None = None,
-    at_from: datetime | None = None,
-    at_before: datetime | None = None,
-) -> Audit:
-    """Changes of rollouts in the order of their time, those after the cursor `after`.
-
-    Only what no transaction under way can still add to is shown, so that no change is ever passed over.
-    """
-    run = await get_run(connection, run_id)
-    conditions: list[str] = []
-    parameters: dict[str, Any] = {"run_no": run.run_no, "limit": limit}
-    if after:
-        try:
-            at, named, revision = after.split("|")
-            parameters |= {"after_at": datetime.fromisoformat(at), "after_id": named, "after_revision": int(revision)}
-            aware = parameters["after_at"].tzinfo is not None
-        except ValueError:
-            aware = False
-        if not aware:
-            raise Refusal("invalid_request", "after is no cursor: send next_after of an earlier answer", field="after")
-        conditions += ["at >= :after_at", "(at, rollout_id, revision) > (:after_at, :after_id, :after_revision)"]
-    if rollout_id is not None:
-        conditions.append("rollout_id = :rollout_id")
-        parameters["rollout_id"] = rollout_id
-    if update_id is not None:
-        # The update's time lets the index on time find its changes.
-        began = await connection.scalar(UPDATE_BEGAN, {"run_no": run.run_no, "update_id": update_id})
-        if began is None:
-            raise Refusal("update_unknown", f"run {run_id} has no update {update_id}")
-        conditions += ["update_id = :update_id", "at >= :began"]
-        parameters |= {"update_id": update_id, "began": began}
-    for name, value, comparison in (("at_from", at_from, ">="), ("at_before", at_before, "<")):
-        if value is not None:
-            conditions.append(f"at {comparison} :{name}")
-            parameters[name] = value
-    statement = LIST_AUDIT.format(change=_CHANGE, conditions="".join(f" AND {condition}" for condition in conditions))
-    parameters["settled"] = await settled_before(connection)
-    rows = await connection.execute(text(statement), parameters)
-    entries = [AuditEntry.model_validate(dict(row._mapping)) for row in rows]
-    return Audit(entries=entries, next_after=_cursor(entries[-1]) if len(entries) == limit else None)
 
 
 async def get_evidence(connection: AsyncConnection, run_id: str, rollout_id: str) -> RolloutEvidence:

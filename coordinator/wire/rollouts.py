@@ -353,10 +353,10 @@ class AuditEntry(Transition):
 
 
 class Audit(WireModel):
-    """Changes of rollouts, oldest first; `next_after` continues, none: nothing newer is settled yet."""
+    """Changes of rollouts, oldest first. `next_after` continues; no entries: nothing newer is settled yet."""
 
     entries: list[AuditEntry]
-    next_after: str | None
+    next_after: str
 
 
 class RolloutHistory(WireModel):

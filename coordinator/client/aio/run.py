@@ -146,7 +146,7 @@ class AsyncRun:
             page = await self._connection.call("GET", (*self._path, "audit"), Audit, params=params)
             for entry in page.entries:
                 yield entry
-            if page.next_after is None:
+            if not page.entries:
                 return
             params["after"] = page.next_after
 
