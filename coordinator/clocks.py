@@ -61,12 +61,11 @@ async def retire(database: Database, changes: Changes) -> None:
 async def _repeat(
     work: Callable[[Database, Changes], Awaitable[None]],
     every_seconds: float,
-    consequence: str,
+    outage: Outage,
     database: Database,
     changes: Changes,
 ) -> None:
     """A fault is logged, an absent database once, and the next round tries again."""
-    outage = Outage(log, consequence)
     while True:
         try:
             await work(database, changes)
@@ -82,9 +81,8 @@ async def _repeat(
 
 async def run(database: Database, changes: Changes) -> None:
     """Sweeps until it is cancelled."""
+    outage = Outage(log, "and leases and deadlines that end meanwhile are tidied up later")
     await asyncio.gather(
-        _repeat(
-            sweep, EVERY_SECONDS, "and leases and deadlines that end meanwhile are tidied up later", database, changes
-        ),
-        _repeat(retire, RETIRE_SECONDS, "and retention goes on later", database, changes),
+        _repeat(sweep, EVERY_SECONDS, outage, database, changes),
+        _repeat(retire, RETIRE_SECONDS, outage, database, changes),
     )

@@ -116,7 +116,7 @@ async def test_a_batch_costs_the_same_in_a_run_of_any_size(api: Api) -> None:
         update = f"u{commit_no}"
         assert (await ledger.open(update)).status_code == 201
         asking = CandidatesRequest(owner="t-1", groups=BATCH)
-        offer = await explained(api, found, candidates.hold, ledger.run_id, update, asking, CALLER)
+        offer = await explained(api, found, candidates.hold, ledger.run_id, update, asking, CALLER, True)
         rows = offer.rows
         columns = ReserveColumns(
             "t-1",
