@@ -335,28 +335,33 @@ REWARD = f"""
 """
 
 GROUP_MEMBERS = """
-    SELECT rollout_id, state, revision, update_id FROM rollouts WHERE run_no = :run_no AND {group} = :group_id
+    SELECT rollout_id, state, revision, update_id, reward_status FROM rollouts
+    WHERE run_no = :run_no AND {group} = :group_id
 """
 
 # Replaces the rewards of the named members where anything differs. The group's row is locked; it gets the ruleset.
+# One that is quarantined or offline has its reward replaced as well, and is not moved by it.
 RESCORE = """
     WITH item AS (
         SELECT * FROM unnest(
             CAST(:rollout_ids AS text[]), CAST(:values AS float8[]), CAST(:components AS text[])
         ) AS i (rollout_id, value, components)
     ), changed AS (
-        SELECT i.*, r.revision FROM item i JOIN rollouts r ON r.run_no = :run_no AND r.rollout_id = i.rollout_id
-        WHERE r.state = 'rewarded' AND (r.reward <> i.value OR r.ruleset_no <> :ruleset_no OR
+        SELECT i.*, r.state, r.revision FROM item i
+        JOIN rollouts r ON r.run_no = :run_no AND r.rollout_id = i.rollout_id
+        WHERE r.reward_status = 'ok' AND (r.reward <> i.value OR r.ruleset_no <> :ruleset_no OR
             CAST(i.components AS jsonb) IS DISTINCT FROM (
                 SELECT w.components FROM rewards w WHERE w.run_no = :run_no AND w.rollout_id = i.rollout_id
                 ORDER BY w.reward_no DESC LIMIT 1))
     ), moved AS (
-        UPDATE rollouts r SET reward = c.value, ruleset_no = :ruleset_no, revision = c.revision + 1
+        UPDATE rollouts r SET reward = c.value, ruleset_no = :ruleset_no,
+            revision = c.revision + CASE c.state WHEN 'rewarded' THEN 1 ELSE 0 END
         FROM changed c WHERE r.run_no = :run_no AND r.rollout_id = c.rollout_id AND r.revision = c.revision
-        RETURNING r.rollout_id, r.revision
+        RETURNING r.rollout_id, r.revision, r.state
     ), audit AS (
         INSERT INTO rollout_audit (run_no, rollout_id, revision, event, from_state, to_state, reason, actor)
-        SELECT :run_no, rollout_id, revision, 'rescore', 'rewarded', 'rewarded', 'rescored', :actor FROM moved
+        SELECT :run_no, rollout_id, revision, 'rescore', 'rewarded', 'rewarded', 'rescored', :actor
+        FROM moved WHERE state = 'rewarded'
     ), kept AS (
         INSERT INTO rewards (run_no, rollout_id, value, components, ruleset_no, actor)
         SELECT :run_no, c.rollout_id, c.value, CAST(c.components AS jsonb), :ruleset_no, :actor

@@ -142,9 +142,10 @@ async def _store_wave(
 
 
 async def rescore(connection: AsyncConnection, run_id: str, body: Rescore, caller: Caller) -> RescoreAnswer:
-    """Replaces the rewards of every rewarded member of a group, in one call; the old ones are kept.
+    """Replaces the reward of every member of a group that has a good one, in one call; the old ones are kept.
 
-    Refuses a group that an update holds or consumed, and a call that leaves a rewarded member out.
+    Refuses a group that an update holds or consumed, and a call that leaves such a member out: one that is in
+    quarantine may be released later, and must not come out with a reward of another ruleset than its group's.
     """
     run = await get_run(connection, run_id)
     values: list[float] = []
@@ -168,9 +169,9 @@ async def rescore(connection: AsyncConnection, run_id: str, body: Rescore, calle
     for rollout_id, row in members.items():
         if row.state in ("reserved", "consumed"):
             raise Refusal("group_held", f"{rollout_id} is {row.state} by update {row.update_id}", item=rollout_id)
-    rewarded = {rollout_id for rollout_id, row in members.items() if row.state == "rewarded"}
+    rewarded = {rollout_id for rollout_id, row in members.items() if row.reward_status == "ok"}
     if odd := sorted(rewarded.symmetric_difference(named)):
-        what = "was not named" if odd[0] in rewarded else "is not a rewarded member"
+        what = "was not named" if odd[0] in rewarded else "is no member with a good reward"
         raise Refusal("partial_group", f"group {body.group_id}: {odd[0]} {what}", item=odd[0])
     numbers = await _ruleset_numbers(connection, run, [(body.ruleset_id, body.ruleset_hash)])
     ruleset_no = numbers[body.ruleset_id, body.ruleset_hash]
@@ -194,7 +195,7 @@ async def rescore(connection: AsyncConnection, run_id: str, body: Rescore, calle
             RescoreVerdict(
                 rollout_id=rollout_id,
                 verdict="rescored" if rollout_id in moved else "duplicate",
-                state="rewarded",
+                state=members[rollout_id].state,
                 revision=moved.get(rollout_id, members[rollout_id].revision),
             )
             for rollout_id in named

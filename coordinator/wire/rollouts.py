@@ -219,7 +219,7 @@ class RescoredReward(WireModel):
 
 
 class Rescore(WireModel):
-    """Replaces the rewards of a whole group that no update holds. Names every rewarded member."""
+    """Replaces the rewards of a whole group that no update holds. Names every member that has a good reward."""
 
     group_id: Identifier
     ruleset_id: Identifier
