@@ -293,8 +293,9 @@ PIN_CONTRACT = text("""
 """)
 
 BOUND_RULESETS = text("""
-    SELECT DISTINCT s.ruleset_id FROM update_members m JOIN rulesets s USING (run_no, ruleset_no)
-    WHERE m.run_no = :run_no AND m.update_id = :update_id AND m.verdict = 'reserved' ORDER BY 1
+    SELECT DISTINCT s.ruleset_id || ' (' || left(s.ruleset_hash, 8) || ')' AS ruleset, m.ruleset_no
+    FROM update_members m JOIN rulesets s USING (run_no, ruleset_no)
+    WHERE m.run_no = :run_no AND m.update_id = :update_id AND m.verdict = 'reserved' ORDER BY 1, 2
 """)
 
 # Sums the drift of fresh rollouts by the life of the worker that made them. Last in the order of locks.
