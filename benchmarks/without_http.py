@@ -139,8 +139,8 @@ class Consume:
                 await transaction(service.open_update, run_id, update_id, opening, CALLER)
             asking = CandidatesRequest(owner=OWNER, groups=self.groups)
             with times.stage("hold"):
-                offer = await transaction(candidates.hold, run_id, update_id, asking, CALLER)
-            if not offer.rows:
+                offer = await transaction(candidates.hold, run_id, update_id, asking, CALLER, True)
+            if offer is None or not offer.rows:
                 return
             with times.stage("columns"):
                 found = candidates.columns(offer)
