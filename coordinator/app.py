@@ -14,6 +14,8 @@ from sqlalchemy import text
 from coordinator import clocks, errors
 from coordinator.body import BodyLimit
 from coordinator.diagnosis import router as diagnosis
+from coordinator.errors import refusals
+from coordinator.openapi import document
 from coordinator.policies import activation
 from coordinator.policies.endpoints import router as policies
 from coordinator.rollouts.endpoints import router as rollouts
@@ -28,8 +30,6 @@ from coordinator.tokens.endpoints import router as tokens
 from coordinator.updates.endpoints import line, rewinds
 from coordinator.updates.endpoints import router as updates
 from coordinator.wire.policies import Watch
-from coordinator.wire.rollouts import Rollout
-from coordinator.wire.updates import ReserveItem
 from coordinator.workers.endpoints import router as workers
 
 DESCRIPTION = """
@@ -72,6 +72,8 @@ def create_app(database: Database, artifacts: Path, max_body_bytes: int = 64 * 2
         description=DESCRIPTION,
         lifespan=lifespan,
         generate_unique_id_function=lambda route: route.name,
+        redirect_slashes=False,
+        strict_content_type=False,
     )
     app.state.database = database
     app.state.changes = Changes()
@@ -83,36 +85,15 @@ def create_app(database: Database, artifacts: Path, max_body_bytes: int = 64 * 2
 
     @app.get("/healthz", tags=["health"])
     async def healthz() -> dict[str, str]:
-        """Whether the process answers at all."""
+        """Say whether the process answers at all."""
         return {"status": "ok"}
 
-    @app.get("/readyz", tags=["health"], responses={503: {"description": "unavailable"}})
+    @app.get("/readyz", tags=["health"], responses=refusals("internal_error", "unavailable", among=()))
     async def readyz(request: Request) -> dict[str, str]:
-        """Whether the database answers too."""
+        """Say whether the database answers too."""
         async with database.engine.connect() as connection:
             await connection.execute(text("SELECT 1"))
         return {"status": "ready"}
 
-    _document_streamed_bodies(app)
+    document.install(app)
     return app
-
-
-def _document_streamed_bodies(app: FastAPI) -> None:
-    """Puts the models of bodies that an endpoint reads itself, as JSON or Arrow, into the OpenAPI document."""
-    make = app.openapi
-
-    def openapi() -> dict[str, object]:
-        document = make()
-        schemas = document["components"]["schemas"]
-        for model in (Rollout, ReserveItem):
-            schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-            for name, nested in schema.pop("$defs", {}).items():
-                schemas.setdefault(name, nested)
-            schemas.setdefault(model.__name__, schema)
-        for path in document["paths"].values():
-            for operation in path.values():
-                for content in operation.get("requestBody", {}).get("content", {}).values():
-                    content.get("schema", {}).pop("$defs", None)
-        return document
-
-    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way to extend the document

@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from coordinator.addresses import RunId
 from coordinator.errors import refusals
 from coordinator.operations.access import Anyone, DatabaseHere
 from coordinator.policies import activation
@@ -79,8 +80,8 @@ TICKETS = text("""
 
 
 @router.get("/diagnosis", responses=refusals("run_unknown"))
-async def get_diagnosis(run_id: str, caller: Anyone, database: DatabaseHere) -> Diagnosis:
-    """Why training is not moving: producers, rewards, groups, gates, updates and activation, each with its age."""
+async def get_diagnosis(run_id: RunId, caller: Anyone, database: DatabaseHere) -> Diagnosis:
+    """Say why training is not moving: producers, rewards, groups, updates and activation, each with its age."""
     return await database.transaction(diagnose, run_id)
 
 

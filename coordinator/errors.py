@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import asyncpg
@@ -13,9 +14,10 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match, Route
 
 from coordinator.wire.arrow_stream import ArrowError, TooManyRowsError
-from coordinator.wire.problems import MEDIA_TYPE, PROBLEMS, ProblemDocument, problem_document
+from coordinator.wire.problems import MEDIA_TYPE, PROBLEMS, problem_document
 
 log = logging.getLogger("coordinator")
 
@@ -23,50 +25,77 @@ log = logging.getLogger("coordinator")
 class Refusal(Exception):
     """The request is refused and has changed nothing. `extra` may hold `field`, `item` and what else helps."""
 
-    def __init__(self, code: str, detail: str, **extra: Any) -> None:
+    def __init__(self, code: str, detail: str, headers: Mapping[str, str] | None = None, **extra: Any) -> None:
         super().__init__(f"{code}: {detail}")
         self.problem = PROBLEMS[code]
         self.detail = detail
+        self.headers = headers
         self.extra = extra
 
 
-def refusals(*codes: str) -> dict[int | str, dict[str, Any]]:
-    """The OpenAPI responses of an endpoint that may refuse with these codes."""
+HEADERS: dict[int, dict[str, str]] = {
+    401: {"WWW-Authenticate": "Bearer"},
+    429: {"Retry-After": "5"},
+    503: {"Retry-After": "1"},
+}
+"""What a refusal of this status carries beside its document."""
+
+EVERYWHERE = ("unauthenticated", "forbidden", "invalid_request", "internal_error", "unavailable")
+"""Codes that every call with a token may give."""
+
+
+def refusals(*codes: str, among: tuple[str, ...] = EVERYWHERE) -> dict[int | str, dict[str, Any]]:
+    """The OpenAPI responses of an endpoint that may refuse with these codes, beside those of every endpoint."""
     answers: dict[int | str, dict[str, Any]] = {}
-    for code in ("unauthenticated", "forbidden", "invalid_request", *codes):
+    for code in (*among, *codes):
         problem = PROBLEMS[code]
-        answer = answers.setdefault(
-            problem.status,
-            {"model": ProblemDocument, "description": "", "content": {MEDIA_TYPE: {"examples": {}}}},
-        )
-        answer["content"][MEDIA_TYPE]["examples"][code] = {"value": problem_document(code, problem.title)}
-        answer["description"] = ", ".join(sorted(answer["content"][MEDIA_TYPE]["examples"]))
+        content: dict[str, Any] = {"schema": {"$ref": "#/components/schemas/ProblemDocument"}, "examples": {}}
+        answer = answers.setdefault(problem.status, {"description": "", "content": {MEDIA_TYPE: content}})
+        examples = answer["content"][MEDIA_TYPE]["examples"]
+        examples[code] = {"summary": problem.title, "value": problem_document(code, problem.title)}
+        answer["description"] = ", ".join(sorted(examples))
+        if problem.status in HEADERS:
+            answer["headers"] = {
+                name: {"required": True, "schema": {"type": "string"}, "example": value}
+                for name, value in HEADERS[problem.status].items()
+            }
     return answers
 
 
-def _answer(code: str, detail: str, headers: dict[str, str] | None = None, **extra: Any) -> JSONResponse:
+def _answer(code: str, detail: str, headers: Mapping[str, str] | None = None, **extra: Any) -> JSONResponse:
     body = problem_document(code, detail, **extra)
-    return JSONResponse(body, status_code=body["status"], media_type=MEDIA_TYPE, headers=headers)
+    sent = HEADERS.get(body["status"], {}) | dict(headers or {})
+    return JSONResponse(body, status_code=body["status"], media_type=MEDIA_TYPE, headers=sent)
 
 
 async def _refused(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, Refusal)
-    headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "5"}}.get(error.problem.status)
-    return _answer(error.problem.code, error.detail, headers, **error.extra)
+    return _answer(error.problem.code, error.detail, error.headers, **error.extra)
 
 
-async def _invalid(_: Request, error: Exception) -> JSONResponse:
+async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
+    if isinstance(error.body, bytes):  # FastAPI leaves a body as it came unless its content type is JSON
+        kind = request.headers.get("content-type", "")
+        return _answer("unsupported_media_type", f"{kind!r} is not understood here; send application/json")
     first = error.errors()[0]
     field = ".".join(str(part) for part in first["loc"][1:]) or str(first["loc"][0])
     return _answer("invalid_request", f"{field}: {first['msg']}", field=field)
 
 
-async def _http(_: Request, error: Exception) -> JSONResponse:
+def _methods(request: Request) -> str:
+    """What the address takes. Starlette's own answer knows only the first route of several."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    there = [route.methods or () for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return ", ".join(sorted({method for methods in there for method in methods}))
+
+
+async def _http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    code = {404: "not_found", 405: "method_not_allowed", 413: "too_large", 415: "unsupported_media_type"}.get(
-        error.status_code, "invalid_request"
-    )
+    if error.status_code == 405:
+        methods = _methods(request)
+        return _answer("method_not_allowed", f"{request.url.path} takes {methods}", {"Allow": methods})
+    code = {404: "not_found", 413: "too_large"}.get(error.status_code, "invalid_request")
     return _answer(code, str(error.detail))
 
 
@@ -110,7 +139,7 @@ async def _failed(request: Request, error: Exception) -> JSONResponse:
         return _answer("invalid_request", f"a value cannot be stored: {str(error.orig).split(': ', 1)[-1][:200]}")
     if is_connection_fault(error):
         log.warning("database unreachable on %s %s: %s", request.method, request.url.path, error)
-        return _answer("unavailable", "the database did not answer", {"Retry-After": "1"})
+        return _answer("unavailable", "the database did not answer")
     log.error("unexpected failure on %s %s", request.method, request.url.path, exc_info=error)
     return _answer("internal_error", "an unexpected failure; the coordinator's log has its trace")
 

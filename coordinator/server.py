@@ -15,6 +15,7 @@ import uvicorn
 
 from coordinator.app import create_app
 from coordinator.operations.access import new_secret
+from coordinator.protocol import ProblemProtocol
 from coordinator.settings import Settings
 from coordinator.storage.database import check_durability, connect
 from coordinator.storage.migrations import check_schema, upgrade
@@ -136,5 +137,7 @@ def serve_forever(settings: Settings, host: str, port: int, say: Say) -> None:
         app = create_app(connect(url, settings.pool_size), settings.data / "artifacts", settings.max_body_bytes)
         write_private(address_file, address + "\n")
         say(f"serving {address}, the API page is {address}/docs")
-        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=10)
+        config = uvicorn.Config(
+            app, http=ProblemProtocol, log_level="warning", access_log=False, timeout_graceful_shutdown=10
+        )
         uvicorn.Server(config).run(sockets=[listener])

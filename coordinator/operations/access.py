@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, cast
 
 from fastapi import Depends, Request, Security
+from fastapi.dependencies.models import Dependant
+from fastapi.routing import APIRoute
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -112,6 +115,19 @@ class Allow:
         if worker_id is not None:
             caller.require_worker(worker_id)
         return caller
+
+
+def roles_of(route: APIRoute) -> tuple[Role, ...] | None:
+    """The roles that an endpoint lets pass, as its `Allow` has them; none: it asks for no token."""
+
+    def guards(dependant: Dependant) -> Iterator[Allow]:
+        for inner in dependant.dependencies:
+            if isinstance(inner.call, Allow):
+                yield inner.call
+            yield from guards(inner)
+
+    allowed = [guard.roles for guard in guards(route.dependant)]
+    return tuple(role for role in ALL_ROLES if all(role in roles for roles in allowed)) if allowed else None
 
 
 # Dependencies are coroutines, though they wait for nothing: FastAPI runs any other function in a thread.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, cast
 
-from fastapi import APIRouter, Depends, Path, Query, Request, Response, status
+from fastapi import APIRouter, Depends, Header, Query, Request, Response, status
 from fastapi.responses import FileResponse
 
-from coordinator.errors import refusals
+from coordinator.addresses import ActivationId, FileName, RunId, VersionNumber
+from coordinator.errors import Refusal, refusals
+from coordinator.media import AGAIN
 from coordinator.operations.access import Anyone, ChangesHere, DatabaseHere, Trainer
 from coordinator.policies import activation, service
 from coordinator.runs.service import get_run
@@ -40,16 +43,23 @@ async def watchers_of(request: Request) -> Watchers[Watch]:
 
 Store = Annotated[ArtifactStore, Depends(store_of)]
 WatchersHere = Annotated[Watchers[Watch], Depends(watchers_of)]
-VersionPath = Annotated[int, Path(ge=0, le=2**31 - 1)]
 UPLOAD: dict[str, Any] = {
     "requestBody": {
         "required": True,
         "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
     }
 }
+_BYTES: dict[str, Any] = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+_ETAG: dict[str, Any] = {"required": True, "schema": {"type": "string"}, "description": "the file's sha256, in quotes"}
 DOWNLOAD: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
+    200: {"description": "The whole file", "content": _BYTES, "headers": {"ETag": _ETAG}},
+    206: {
+        "description": "The bytes that Range names",
+        "content": _BYTES,
+        "headers": {"ETag": _ETAG, "Content-Range": {"required": True, "schema": {"type": "string"}}},
+    },
 }
+_RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
 
 
 @router.post(
@@ -63,10 +73,11 @@ DOWNLOAD: dict[int | str, dict[str, Any]] = {
         "policy_withdrawn",
         "update_not_committed",
         "invalid_file_name",
-    ),
+    )
+    | {200: {"model": PolicyView, "description": AGAIN}},
 )
 async def prepare_policy(
-    run_id: str,
+    run_id: RunId,
     body: PreparePolicy,
     caller: Trainer,
     database: DatabaseHere,
@@ -84,13 +95,13 @@ async def prepare_policy(
 
 
 @router.get("/policies", responses=refusals("run_unknown"))
-async def list_policies(run_id: str, caller: Anyone, database: DatabaseHere) -> PolicyList:
+async def list_policies(run_id: RunId, caller: Anyone, database: DatabaseHere) -> PolicyList:
     """List the run's policy versions."""
     return await database.transaction(service.list_policies, run_id)
 
 
 @router.get("/policies/{version}", responses=refusals("run_unknown", "policy_version_unknown"))
-async def get_policy(run_id: str, version: VersionPath, caller: Anyone, database: DatabaseHere) -> PolicyView:
+async def get_policy(run_id: RunId, version: VersionNumber, caller: Anyone, database: DatabaseHere) -> PolicyView:
     """Show a policy version with the manifest of its artifact."""
     return await database.transaction(service.get_policy, run_id, version)
 
@@ -108,9 +119,9 @@ async def get_policy(run_id: str, version: VersionPath, caller: Anyone, database
     openapi_extra=UPLOAD,
 )
 async def upload_file(
-    run_id: str,
-    version: VersionPath,
-    name: str,
+    run_id: RunId,
+    version: VersionNumber,
+    name: FileName,
     request: Request,
     caller: Trainer,
     database: DatabaseHere,
@@ -123,14 +134,38 @@ async def upload_file(
 @router.get(
     "/policies/{version}/files/{name:path}",
     response_class=FileResponse,
-    responses=refusals("run_unknown", "policy_version_unknown", "artifact_file_unknown", "artifact_file_missing")
+    responses=refusals(
+        "run_unknown",
+        "policy_version_unknown",
+        "artifact_file_unknown",
+        "artifact_file_missing",
+        "range_not_satisfiable",
+    )
     | DOWNLOAD,
 )
 async def download_file(
-    run_id: str, version: VersionPath, name: str, caller: Anyone, database: DatabaseHere, store: Store
+    run_id: RunId,
+    version: VersionNumber,
+    name: FileName,
+    request: Request,
+    caller: Anyone,
+    database: DatabaseHere,
+    store: Store,
+    wanted: Annotated[
+        str | None,
+        Header(alias="range", description="bytes=first- or bytes=first-last; anything else gets the whole file"),
+    ] = None,
 ) -> FileResponse:
-    """Download one file of the artifact. The ETag is its sha256."""
+    """Download one file of the artifact, or the rest of one that was cut off. The ETag is its sha256."""
     file, path = await database.transaction(service.locate, store, run_id, version, name)
+    asked = _RANGE.fullmatch(wanted or "")
+    if asked is None or (asked[2] and int(asked[2]) < int(asked[1])):
+        # FileResponse reads the header by itself, and refuses what it does not know in plain text.
+        request.scope["headers"] = [(key, value) for key, value in request.scope["headers"] if key != b"range"]
+    elif int(asked[1]) >= file.size:
+        raise Refusal(
+            "range_not_satisfiable", f"{name} has {file.size} bytes", {"Content-Range": f"bytes */{file.size}"}
+        )
     return FileResponse(path, media_type="application/octet-stream", headers={"ETag": f'"{file.sha256}"'})
 
 
@@ -139,8 +174,8 @@ async def download_file(
     responses=refusals("run_unknown", "policy_version_unknown", "artifact_incomplete", "policy_state"),
 )
 async def commit_policy(
-    run_id: str,
-    version: VersionPath,
+    run_id: RunId,
+    version: VersionNumber,
     caller: Trainer,
     database: DatabaseHere,
     changes: ChangesHere,
@@ -164,11 +199,12 @@ async def commit_policy(
         "policy_state",
         "non_monotonic_version",
         "no_required_workers",
-    ),
+    )
+    | {200: {"model": ActivationView, "description": AGAIN}},
 )
 async def open_activation(
-    run_id: str,
-    version: VersionPath,
+    run_id: RunId,
+    version: VersionNumber,
     body: OpenActivation,
     caller: Trainer,
     database: DatabaseHere,
@@ -187,7 +223,7 @@ async def open_activation(
     responses=refusals("run_unknown", "activation_unknown", "activation_ended"),
 )
 async def activate_policy(
-    run_id: str, version: VersionPath, caller: Trainer, database: DatabaseHere, changes: ChangesHere
+    run_id: RunId, version: VersionNumber, caller: Trainer, database: DatabaseHere, changes: ChangesHere
 ) -> ActivationVerdict:
     """Switch to the version if its artifact is committed and every required worker confirmed it.
 
@@ -199,13 +235,15 @@ async def activate_policy(
 
 
 @router.get("/activations", responses=refusals("run_unknown"))
-async def list_activations(run_id: str, caller: Anyone, database: DatabaseHere) -> ActivationList:
+async def list_activations(run_id: RunId, caller: Anyone, database: DatabaseHere) -> ActivationList:
     """List the run's activations with each required worker's ack."""
     return await database.transaction(activation.list_activations, run_id)
 
 
 @router.get("/activations/{activation_id}", responses=refusals("run_unknown", "activation_unknown"))
-async def get_activation(run_id: str, activation_id: str, caller: Anyone, database: DatabaseHere) -> ActivationView:
+async def get_activation(
+    run_id: RunId, activation_id: ActivationId, caller: Anyone, database: DatabaseHere
+) -> ActivationView:
     """Show an activation with each required worker's ack."""
     return await database.transaction(activation.get_activation, run_id, activation_id)
 
@@ -215,8 +253,8 @@ async def get_activation(run_id: str, activation_id: str, caller: Anyone, databa
     responses=refusals("run_unknown", "activation_unknown", "activation_ended"),
 )
 async def give_up_activation(
-    run_id: str,
-    activation_id: str,
+    run_id: RunId,
+    activation_id: ActivationId,
     body: GiveUp,
     caller: Trainer,
     database: DatabaseHere,
@@ -230,14 +268,14 @@ async def give_up_activation(
 
 @router.get("/watch", responses=refusals("run_unknown"))
 async def watch(
-    run_id: str,
+    run_id: RunId,
     caller: Anyone,
     database: DatabaseHere,
     watchers: WatchersHere,
     after: Annotated[int, Query(ge=-1, le=2**62, description="the event_no seen last; -1: answer at once")] = -1,
-    wait_seconds: Annotated[float, Query(ge=0, le=3600)] = 0,
+    wait_seconds: Annotated[float, Query(ge=0, le=3600, description="at most the run's longest_wait_seconds")] = 0,
 ) -> Watch:
-    """The active version and the candidate; waits until the run has an event newer than `after`."""
+    """Read the active version and the candidate, or wait until the run has an event newer than `after`."""
     run = await database.transaction(get_run, run_id)
     seconds = min(wait_seconds, run.settings.longest_wait_seconds)
     return await watchers.answer(run_id, lambda view: view.event_no > after, seconds)

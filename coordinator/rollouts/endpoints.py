@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import AwareDatetime
 
+from coordinator.addresses import (
+    AfterText,
+    Before,
+    From,
+    IdFilter,
+    Limit,
+    NameFilter,
+    RolloutId,
+    RunId,
+    TextFilter,
+    VersionFilter,
+)
 from coordinator.body import read_body
 from coordinator.errors import refusals
+from coordinator.media import arrow_answer, json_or_arrow
 from coordinator.operations.access import Admin, Anyone, ChangesHere, DatabaseHere, RewardCaller, WorkerCaller
 from coordinator.rollouts import arrival, audit, failures, quarantine, reading, rewards
 from coordinator.runs.service import get_run
-from coordinator.wire.columns import ARROW_MEDIA_TYPE, encode_evidence
+from coordinator.wire.columns import (
+    ARROW_MEDIA_TYPE,
+    EVIDENCE_SCHEMA,
+    MAY_BE_LEFT_OUT,
+    ROLLOUT_SCHEMA,
+    encode_evidence,
+)
 from coordinator.wire.rollouts import (
     ArrivalAnswer,
     Audit,
@@ -27,6 +45,7 @@ from coordinator.wire.rollouts import (
     RescoreAnswer,
     RewardAnswer,
     RewardBatch,
+    Rollout,
     RolloutBatch,
     RolloutEvidence,
     RolloutHistory,
@@ -37,20 +56,10 @@ from coordinator.wire.rollouts import (
 
 router = APIRouter(prefix="/v1/runs/{run_id}", tags=["rollouts"])
 
-Text = Annotated[str | None, Query(max_length=200)]
-Moment = Annotated[AwareDatetime | None, Query(description="a time with its zone, as RFC 3339 has it")]
-ARROW_ANSWER: dict[int | str, dict[str, Any]] = {
-    200: {"content": {ARROW_MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
-}
-BODY: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {"schema": RolloutBatch.model_json_schema(ref_template="#/components/schemas/{model}")},
-            ARROW_MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}},
-        },
-    }
-}
+EVIDENCE = arrow_answer(
+    EVIDENCE_SCHEMA, RolloutEvidence, metadata={"missing": "the ids that have no tokens here, or no more"}
+)
+BODY = json_or_arrow(RolloutBatch, ROLLOUT_SCHEMA, Rollout, left_out=MAY_BE_LEFT_OUT)
 
 
 @router.post(
@@ -59,7 +68,7 @@ BODY: dict[str, Any] = {
     openapi_extra=BODY,
 )
 async def submit_rollouts(
-    run_id: str, request: Request, caller: WorkerCaller, database: DatabaseHere, changes: ChangesHere
+    run_id: RunId, request: Request, caller: WorkerCaller, database: DatabaseHere, changes: ChangesHere
 ) -> ArrivalAnswer:
     """Submit rollouts with their whole identity, as JSON or as an Arrow stream.
 
@@ -77,7 +86,7 @@ async def submit_rollouts(
 
 @router.post("/rewards", responses=refusals("run_unknown"))
 async def submit_rewards(
-    run_id: str, body: RewardBatch, caller: RewardCaller, database: DatabaseHere, changes: ChangesHere
+    run_id: RunId, body: RewardBatch, caller: RewardCaller, database: DatabaseHere, changes: ChangesHere
 ) -> RewardAnswer:
     """Submit rewards. A timeout or an error is recorded as a failure and leaves the rollout without a value."""
     answer = await database.transaction(rewards.take_rewards, run_id, body, caller)
@@ -90,7 +99,7 @@ async def submit_rewards(
     responses=refusals("run_unknown", "group_unknown", "group_held", "partial_group"),
 )
 async def rescore_group(
-    run_id: str, body: Rescore, caller: RewardCaller, database: DatabaseHere, changes: ChangesHere
+    run_id: RunId, body: Rescore, caller: RewardCaller, database: DatabaseHere, changes: ChangesHere
 ) -> RescoreAnswer:
     """Replace the rewards of a whole group that no update holds, under another ruleset or the same one.
 
@@ -103,7 +112,7 @@ async def rescore_group(
 
 @router.post("/rollouts/failures", responses=refusals("run_unknown"))
 async def report_generation_failures(
-    run_id: str, body: GenerationFailureBatch, caller: WorkerCaller, database: DatabaseHere, changes: ChangesHere
+    run_id: RunId, body: GenerationFailureBatch, caller: WorkerCaller, database: DatabaseHere, changes: ChangesHere
 ) -> ArrivalAnswer:
     """Report attempts that gave no tokens. Each stands as a rollout of its own, `generation_failed`."""
     answer = await database.transaction(failures.take_failures, run_id, body, caller)
@@ -113,7 +122,7 @@ async def report_generation_failures(
 
 @router.post("/rollouts/release", responses=refusals("run_unknown"))
 async def release_rollouts(
-    run_id: str, body: Release, caller: Admin, database: DatabaseHere, changes: ChangesHere
+    run_id: RunId, body: Release, caller: Admin, database: DatabaseHere, changes: ChangesHere
 ) -> ReleaseAnswer:
     """Release rollouts from quarantine, by id or all that one update quarantined for one reason.
 
@@ -125,11 +134,11 @@ async def release_rollouts(
     return answer
 
 
-@router.post("/rollouts/evidence", responses=refusals("run_unknown") | ARROW_ANSWER, response_model=EvidenceAnswer)
+@router.post("/rollouts/evidence", responses=refusals("run_unknown") | EVIDENCE, response_model=EvidenceAnswer)
 async def read_many(
-    run_id: str, body: EvidenceRequest, request: Request, caller: Anyone, database: DatabaseHere
+    run_id: RunId, body: EvidenceRequest, request: Request, caller: Anyone, database: DatabaseHere
 ) -> Response:
-    """The tokens of many rollouts. Accept: application/vnd.apache.arrow.stream answers in columns."""
+    """Read the tokens of many rollouts. Accept: application/vnd.apache.arrow.stream answers in columns."""
     rows, missing = await database.transaction(reading.evidence_rows, run_id, body.rollout_ids)
     columns = await asyncio.to_thread(reading.evidence_columns, rows, missing)
     if ARROW_MEDIA_TYPE in request.headers.get("accept", ""):
@@ -139,19 +148,19 @@ async def read_many(
 
 @router.get("/rollouts", responses=refusals("run_unknown"))
 async def list_rollouts(
-    run_id: str,
+    run_id: RunId,
     caller: Anyone,
     database: DatabaseHere,
-    state: State | None = None,
-    group_id: Text = None,
-    version: Annotated[int | None, Query(ge=0, le=2**31 - 1, description="with tokens of this policy version")] = None,
-    task_source: Text = None,
-    worker_id: Text = None,
-    reason: Text = None,
-    arrived_from: Moment = None,
-    arrived_before: Moment = None,
-    after: Annotated[str, Query(max_length=200, description="continue after this rollout id")] = "",
-    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    state: Annotated[State | None, Query(description="in this state")] = None,
+    group_id: IdFilter = None,
+    version: VersionFilter = None,
+    task_source: IdFilter = None,
+    worker_id: NameFilter = None,
+    reason: TextFilter = None,
+    arrived_from: From = None,
+    arrived_before: Before = None,
+    after: AfterText = "",
+    limit: Limit = 100,
 ) -> RolloutList:
     """List rollouts by id, those that meet every filter."""
     return await database.transaction(
@@ -172,15 +181,15 @@ async def list_rollouts(
 
 @router.get("/audit", responses=refusals("run_unknown", "update_unknown"))
 async def get_audit(
-    run_id: str,
+    run_id: RunId,
     caller: Anyone,
     database: DatabaseHere,
-    rollout_id: Text = None,
-    update_id: Text = None,
-    at_from: Moment = None,
-    at_before: Moment = None,
-    after: Annotated[str, Query(max_length=300, description="continue after this next_after")] = "",
-    limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
+    rollout_id: IdFilter = None,
+    update_id: IdFilter = None,
+    at_from: From = None,
+    at_before: Before = None,
+    after: AfterText = "",
+    limit: Annotated[int, Query(ge=1, le=10_000, description="how many at most")] = 1000,
 ) -> Audit:
     """Read every change of rollouts in the order of time, all or those of one rollout or update."""
     return await database.transaction(
@@ -196,18 +205,18 @@ async def get_audit(
 
 
 @router.get("/rollouts/{rollout_id}/history", responses=refusals("run_unknown", "rollout_unknown"))
-async def get_history(run_id: str, rollout_id: str, caller: Anyone, database: DatabaseHere) -> RolloutHistory:
-    """Every change of a rollout's state, oldest first."""
+async def get_history(run_id: RunId, rollout_id: RolloutId, caller: Anyone, database: DatabaseHere) -> RolloutHistory:
+    """Read every change of a rollout's state, oldest first."""
     return await database.transaction(reading.get_history, run_id, rollout_id)
 
 
 @router.get("/rollouts/{rollout_id}/evidence", responses=refusals("run_unknown", "rollout_unknown"))
-async def get_evidence(run_id: str, rollout_id: str, caller: Anyone, database: DatabaseHere) -> RolloutEvidence:
-    """A rollout's tokens, mask and behaviour log-probs."""
+async def get_evidence(run_id: RunId, rollout_id: RolloutId, caller: Anyone, database: DatabaseHere) -> RolloutEvidence:
+    """Read a rollout's tokens, mask and behaviour log-probs."""
     return await database.transaction(reading.get_evidence, run_id, rollout_id)
 
 
 @router.get("/rollouts/{rollout_id}", responses=refusals("run_unknown", "rollout_unknown"))
-async def get_rollout(run_id: str, rollout_id: str, caller: Anyone, database: DatabaseHere) -> RolloutView:
+async def get_rollout(run_id: RunId, rollout_id: RolloutId, caller: Anyone, database: DatabaseHere) -> RolloutView:
     """Show a rollout without its tokens."""
     return await database.transaction(reading.get_rollout, run_id, rollout_id)

@@ -6,18 +6,21 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Response, status
 
+from coordinator.addresses import AfterNumber, Limit, RunId
 from coordinator.errors import refusals
+from coordinator.media import AGAIN
 from coordinator.operations.access import Admin, Anyone, DatabaseHere
 from coordinator.runs import service
 from coordinator.wire.runs import CreateRun, FailureList, Journal, RunCounts, RunList, RunView, Stage
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"])
 
-After = Annotated[int, Query(ge=0, le=2**62, description="continue after this number")]
-Limit = Annotated[int, Query(ge=1, le=1000)]
 
-
-@router.post("", status_code=status.HTTP_201_CREATED, responses=refusals("run_conflict"))
+@router.post(
+    "",
+    status_code=status.HTTP_201_CREATED,
+    responses=refusals("run_conflict") | {200: {"model": RunView, "description": AGAIN}},
+)
 async def create_run(body: CreateRun, caller: Admin, database: DatabaseHere, response: Response) -> RunView:
     """Create a run with its admission rule, generation contract and first policy version.
 
@@ -35,20 +38,20 @@ async def list_runs(caller: Anyone, database: DatabaseHere) -> RunList:
 
 
 @router.get("/{run_id}", responses=refusals("run_unknown"))
-async def get_run(run_id: str, caller: Anyone, database: DatabaseHere) -> RunView:
+async def get_run(run_id: RunId, caller: Anyone, database: DatabaseHere) -> RunView:
     """Show a run: its settings, its contract, the active policy version and the last commit."""
     return (await database.transaction(service.get_run, run_id)).view()
 
 
 @router.get("/{run_id}/counts", responses=refusals("run_unknown"))
-async def count_rollouts(run_id: str, caller: Anyone, database: DatabaseHere) -> RunCounts:
+async def count_rollouts(run_id: RunId, caller: Anyone, database: DatabaseHere) -> RunCounts:
     """Count the run's rollouts by state."""
     return await database.transaction(service.count_rollouts, run_id)
 
 
 @router.get("/{run_id}/journal", responses=refusals("run_unknown"))
 async def get_journal(
-    run_id: str, caller: Anyone, database: DatabaseHere, after: After = 0, limit: Limit = 500
+    run_id: RunId, caller: Anyone, database: DatabaseHere, after: AfterNumber = 0, limit: Limit = 500
 ) -> Journal:
     """Read the run's journal: policies, workers, activations and updates, numbered without holes."""
     return await database.transaction(service.get_journal, run_id, after, limit)
@@ -56,12 +59,12 @@ async def get_journal(
 
 @router.get("/{run_id}/failures", responses=refusals("run_unknown"))
 async def get_failures(
-    run_id: str,
+    run_id: RunId,
     caller: Anyone,
     database: DatabaseHere,
-    after: After = 0,
+    after: AfterNumber = 0,
     limit: Limit = 500,
-    stage: Stage | None = None,
+    stage: Annotated[Stage | None, Query(description="of this stage")] = None,
 ) -> FailureList:
     """Read the failures recorded for the run, all or those of one stage."""
     return await database.transaction(service.get_failures, run_id, after, limit, stage)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, status
 
+from coordinator.addresses import TokenId
 from coordinator.errors import refusals
 from coordinator.operations.access import Admin, DatabaseHere
 from coordinator.tokens import service
@@ -25,6 +26,6 @@ async def list_tokens(caller: Admin, database: DatabaseHere) -> TokenList:
 
 
 @router.delete("/{token_id}", responses=refusals("token_unknown"))
-async def revoke_token(token_id: str, caller: Admin, database: DatabaseHere) -> TokenView:
+async def revoke_token(token_id: TokenId, caller: Admin, database: DatabaseHere) -> TokenView:
     """Revoke a token; it is invalid from now on."""
     return await database.transaction(service.revoke, token_id)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request, Response, status
+from fastapi import APIRouter, Request, Response, status
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
-from coordinator.addresses import NewIdentifier
+from coordinator.addresses import HashFilter, IdFilter, Limit, RewindId, RunId, UpdateId, VersionFilter
 from coordinator.body import read_body
 from coordinator.errors import Refusal, refusals
+from coordinator.media import AGAIN, arrow_answer, json_or_arrow
 from coordinator.operations.access import Anyone, ChangesHere, DatabaseHere, Trainer
 from coordinator.policies.endpoints import Store
 from coordinator.policies.service import commit as commit_version
@@ -20,6 +20,8 @@ from coordinator.storage.database import Database
 from coordinator.updates import candidates, lineage, reservation, rewind, service
 from coordinator.wire.columns import (
     ARROW_MEDIA_TYPE,
+    CANDIDATE_SCHEMA,
+    RESERVE_SCHEMA,
     ReserveColumns,
     decode_reserve,
     reserve_columns,
@@ -28,6 +30,7 @@ from coordinator.wire.columns import (
 from coordinator.wire.rewinds import Rewind, RewindList, RewindView
 from coordinator.wire.updates import (
     AbortUpdate,
+    CandidateRollout,
     Candidates,
     CandidatesRequest,
     CommitUpdate,
@@ -36,6 +39,7 @@ from coordinator.wire.updates import (
     OpenUpdate,
     Renew,
     ReserveAnswer,
+    ReserveItem,
     ReserveRequest,
     UpdateList,
     UpdateView,
@@ -47,20 +51,23 @@ rewinds = APIRouter(prefix="/v1/runs/{run_id}/rewinds", tags=["rewinds"])
 
 OWNED = ("run_unknown", "update_unknown", "update_owned")
 OPEN = (*OWNED, "update_fenced", "lease_expired")
-ARROW_ANSWER: dict[int | str, dict[str, Any]] = {
-    200: {"content": {ARROW_MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
-}
-BODY: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {
-                "schema": ReserveRequest.model_json_schema(ref_template="#/components/schemas/{model}")
-            },
-            ARROW_MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}},
-        },
-    }
-}
+CANDIDATES = arrow_answer(
+    CANDIDATE_SCHEMA,
+    CandidateRollout,
+    metadata={
+        "groups": "the ids of the groups",
+        "empty": "why there is none and since when, an EmptyReason, or null",
+        "contract_hash": "the hash of the one generation contract that all of them share, or null",
+        "reserved": "with reserve: one ReserveVerdict for each, in order; else null",
+    },
+)
+BODY = json_or_arrow(
+    ReserveRequest,
+    RESERVE_SCHEMA,
+    ReserveItem,
+    types={"current_log_probs": "list<float64>"},
+    metadata={"request": "an object with owner, after_commit_no and confirm_drift, as in the JSON body"},
+)
 
 
 async def _tidy(database: Database, run_id: str) -> None:
@@ -72,11 +79,12 @@ async def _tidy(database: Database, run_id: str) -> None:
 @rewinds.put(
     "/{rewind_id}",
     status_code=status.HTTP_201_CREATED,
-    responses=refusals("run_unknown", "rewind_conflict", "line_conflict", "beyond_retention", "non_monotonic_version"),
+    responses=refusals("run_unknown", "rewind_conflict", "line_conflict", "beyond_retention", "non_monotonic_version")
+    | {200: {"model": RewindView, "description": AGAIN}},
 )
 async def rewind_line(
-    run_id: str,
-    rewind_id: NewIdentifier,
+    run_id: RunId,
+    rewind_id: RewindId,
     body: Rewind,
     caller: Trainer,
     database: DatabaseHere,
@@ -100,15 +108,13 @@ async def rewind_line(
 
 
 @rewinds.get("", responses=refusals("run_unknown"))
-async def list_rewinds(run_id: str, caller: Anyone, database: DatabaseHere) -> RewindList:
+async def list_rewinds(run_id: RunId, caller: Anyone, database: DatabaseHere) -> RewindList:
     """List the run's rewinds, oldest first."""
     return await database.transaction(rewind.list_rewinds, run_id)
 
 
 @router.get("", responses=refusals("run_unknown"))
-async def list_updates(
-    run_id: str, caller: Anyone, database: DatabaseHere, limit: Annotated[int, Query(ge=1, le=1000)] = 1000
-) -> UpdateList:
+async def list_updates(run_id: RunId, caller: Anyone, database: DatabaseHere, limit: Limit = 1000) -> UpdateList:
     """List the run's updates, oldest first."""
     return await database.transaction(service.list_updates, run_id, limit)
 
@@ -125,11 +131,12 @@ async def list_updates(
         "update_conflict",
         "update_fenced",
         "lease_expired",
-    ),
+    )
+    | {200: {"model": UpdateView, "description": AGAIN}},
 )
 async def open_update(
-    run_id: str,
-    update_id: NewIdentifier,
+    run_id: RunId,
+    update_id: UpdateId,
     body: OpenUpdate,
     caller: Trainer,
     database: DatabaseHere,
@@ -148,25 +155,25 @@ async def open_update(
 
 @line.get("/lineage", responses=refusals("run_unknown"))
 async def get_uses(
-    run_id: str,
+    run_id: RunId,
     caller: Anyone,
     database: DatabaseHere,
-    version: Annotated[int | None, Query(ge=0, le=2**31 - 1)] = None,
-    ruleset_id: Annotated[str | None, Query(max_length=200)] = None,
-    ruleset_hash: Annotated[str | None, Query(max_length=64)] = None,
+    version: VersionFilter = None,
+    ruleset_id: IdFilter = None,
+    ruleset_hash: HashFilter = None,
 ) -> LineageUses:
-    """Which updates used rollouts of this policy version, or of this ruleset."""
+    """List the updates that used rollouts of this policy version, or of this ruleset, oldest first."""
     return await database.transaction(lineage.uses, run_id, version, ruleset_id, ruleset_hash)
 
 
 @router.get("/{update_id}", responses=refusals("run_unknown", "update_unknown"))
-async def get_update(run_id: str, update_id: str, caller: Anyone, database: DatabaseHere) -> UpdateView:
+async def get_update(run_id: RunId, update_id: UpdateId, caller: Anyone, database: DatabaseHere) -> UpdateView:
     """Show an update: its state, its lease, and its commit_no once it is committed."""
     return await database.transaction(service.get_update, run_id, update_id)
 
 
 @router.get("/{update_id}/lineage", responses=refusals("run_unknown", "update_unknown"))
-async def get_lineage(run_id: str, update_id: str, caller: Anyone, database: DatabaseHere) -> Lineage:
+async def get_lineage(run_id: RunId, update_id: UpdateId, caller: Anyone, database: DatabaseHere) -> Lineage:
     """Show what an update was made from: rollouts, policies and artifacts, rulesets, and what was refused."""
     return await database.transaction(lineage.of_update, run_id, update_id)
 
@@ -174,11 +181,11 @@ async def get_lineage(run_id: str, update_id: str, caller: Anyone, database: Dat
 @router.post(
     "/{update_id}/candidates",
     response_model=Candidates,
-    responses=refusals(*OPEN, "line_conflict", "ruleset_conflict") | ARROW_ANSWER,
+    responses=refusals(*OPEN, "line_conflict", "ruleset_conflict") | CANDIDATES,
 )
 async def get_candidates(
-    run_id: str,
-    update_id: str,
+    run_id: RunId,
+    update_id: UpdateId,
     body: CandidatesRequest,
     request: Request,
     caller: Trainer,
@@ -233,8 +240,8 @@ def _decode(kind: str, body: bytes) -> ReserveColumns:
     openapi_extra=BODY,
 )
 async def reserve_rollouts(
-    run_id: str,
-    update_id: str,
+    run_id: RunId,
+    update_id: UpdateId,
     request: Request,
     caller: Trainer,
     database: DatabaseHere,
@@ -256,15 +263,17 @@ async def reserve_rollouts(
 
 
 @router.post("/{update_id}/renew", responses=refusals(*OPEN))
-async def renew_update(run_id: str, update_id: str, body: Renew, caller: Trainer, database: DatabaseHere) -> UpdateView:
+async def renew_update(
+    run_id: RunId, update_id: UpdateId, body: Renew, caller: Trainer, database: DatabaseHere
+) -> UpdateView:
     """Extend the update's lease by the run's lease time, from now."""
     return await database.transaction(service.renew, run_id, update_id, body, caller)
 
 
 @router.post("/{update_id}/commit", responses=refusals(*OPEN, "line_conflict", "policy_withdrawn"))
 async def commit_update(
-    run_id: str,
-    update_id: str,
+    run_id: RunId,
+    update_id: UpdateId,
     body: CommitUpdate,
     caller: Trainer,
     database: DatabaseHere,
@@ -278,8 +287,8 @@ async def commit_update(
 
 @router.post("/{update_id}/abort", responses=refusals(*OPEN))
 async def abort_update(
-    run_id: str,
-    update_id: str,
+    run_id: RunId,
+    update_id: UpdateId,
     body: AbortUpdate,
     caller: Trainer,
     database: DatabaseHere,

@@ -65,7 +65,7 @@ ROLLOUT_SCHEMA = pa.schema(
 )
 """Arrival. `contract`, `generation` and `reward` are JSON objects, as in the JSON body."""
 
-_MAY_BE_LEFT_OUT = frozenset({"row_starts", "side_data", "side_data_digest", "reward"})
+MAY_BE_LEFT_OUT = frozenset({"row_starts", "side_data", "side_data_digest", "reward"})
 
 CANDIDATE_SCHEMA = pa.schema(
     [
@@ -290,7 +290,7 @@ def _parsed(text: str | None, model: type[WireModel], seen: dict[str | None, Any
 
 def decode_rollouts(data: bytes) -> RolloutColumns:
     """Reads an arrival's Arrow stream. A row without a whole identity becomes a Fault; ArrowError refuses all."""
-    table = _read_table(data, ROLLOUT_SCHEMA, LARGEST_BATCH, optional=_MAY_BE_LEFT_OUT)
+    table = _read_table(data, ROLLOUT_SCHEMA, LARGEST_BATCH, optional=MAY_BE_LEFT_OUT)
     if (pc.sum(pc.list_value_length(table.column("spans"))).as_py() or 0) > len(data) // 64:
         raise ArrowError("column spans has more entries than their hashes, of 64 digits each, would have room for")
     blobs = [

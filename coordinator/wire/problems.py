@@ -130,12 +130,6 @@ _ALL = [
     ),
     ProblemCode("policy_withdrawn", 409, "The policy version was withdrawn", "Use a version that is not withdrawn."),
     ProblemCode(
-        "policy_not_durable",
-        409,
-        "This version has no stored artifact",
-        "Name a version of kind base, full or lora.",
-    ),
-    ProblemCode(
         "policy_state",
         409,
         "The version's state does not allow that",
@@ -230,12 +224,24 @@ _ALL = [
         "Wait as Retry-After says and send the same again; nothing of it was stored. Retention frees space.",
     ),
     # size, shape, storage
+    ProblemCode(
+        "malformed_http",
+        400,
+        "This is no HTTP request",
+        "Send HTTP/1.1 as RFC 9112 has it; a proxy or a client that writes requests by hand is at fault.",
+    ),
     ProblemCode("too_large", 413, "The request is too large", "Send fewer items in one call."),
     ProblemCode(
         "unsupported_media_type",
         415,
         "This content type is not understood here",
         "Send application/json or, where the call lists it, application/vnd.apache.arrow.stream.",
+    ),
+    ProblemCode(
+        "range_not_satisfiable",
+        416,
+        "The file ends before that range begins",
+        "Ask for bytes that the file has; the manifest says its size.",
     ),
     ProblemCode(
         "invalid_request",

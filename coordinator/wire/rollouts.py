@@ -92,10 +92,17 @@ class RolloutIdentity(WireModel):
     task_id: Identifier
     task_source: Identifier
     group_id: Identifier
-    sample_index: Index
-    attempt: Index = 0
-    spans: tuple[Span, ...] = Field(min_length=1, max_length=10_000, fail_fast=True)
-    span_source: Literal["engine", "segmented", "dispatch"]
+    sample_index: Index = Field(description="its place in the group, from 0")
+    attempt: Index = Field(0, description="at this sample, from 0")
+    spans: tuple[Span, ...] = Field(
+        min_length=1,
+        max_length=10_000,
+        fail_fast=True,
+        description="which version made which tokens: in order, without gap or overlap over the action tokens",
+    )
+    span_source: Literal["engine", "segmented", "dispatch"] = Field(
+        description="who knows the spans: the engine, the agent between segments, or the version at dispatch"
+    )
     worker_id: Name
     incarnation: Identifier
     contract: GenerationContract
@@ -149,9 +156,17 @@ class Rollout(RolloutIdentity):
     `token_ids[i]` given everything before it; masked log-probs may be null.
     """
 
-    token_ids: list[Annotated[int, Field(strict=True, ge=-(2**31), le=2**31 - 1)]] = Field(min_length=1, fail_fast=True)
-    action_mask: list[Flag] = Field(fail_fast=True)
-    behavior_log_probs: list[Real | None] = Field(fail_fast=True)
+    token_ids: list[Annotated[int, Field(strict=True, ge=-(2**31), le=2**31 - 1)]] = Field(
+        min_length=1, fail_fast=True, description="prompt and response, one sequence; each in [0, vocab_size)"
+    )
+    action_mask: list[Flag] = Field(
+        fail_fast=True,
+        description="whether the policy chose the token; false for prompts, tool output and where a row starts",
+    )
+    behavior_log_probs: list[Real | None] = Field(
+        fail_fast=True,
+        description="[i] scores token_ids[i] given all before it; finite where action_mask is true, else anything",
+    )
     side_data: Base64Bytes | None = Field(None, description="one opaque blob, in base64: routed experts, image refs")
 
 
@@ -268,7 +283,7 @@ class Release(WireModel):
 
     rollout_ids: list[Identifier] | None = Field(None, min_length=1, max_length=4096)
     update_id: Identifier | None = None
-    reason: Label | None = None
+    reason: Label | None = Field(None, description="that they were quarantined for: policy_drift, update_aborted")
 
     @model_validator(mode="after")
     def _one_way(self) -> Release:
@@ -371,9 +386,9 @@ class RolloutEvidence(WireModel):
 
     rollout_id: str
     token_ids: list[int]
-    action_mask: list[bool]
-    behavior_log_probs: list[float | None]
-    row_starts: tuple[int, ...]
+    action_mask: list[bool] = Field(description="whether the policy chose the token")
+    behavior_log_probs: list[float | None] = Field(description="as stored, float32; null (in Arrow NaN) if not finite")
+    row_starts: tuple[int, ...] = Field(description="where each training row begins")
     side_data: str | None = Field(None, description="in base64")
     side_data_digest: Sha256 | None = None
 

@@ -74,19 +74,19 @@ class CandidateRollout(WireModel):
     """A rollout that an update may reserve, with its evidence."""
 
     rollout_id: str
-    revision: int
+    revision: int = Field(description="name it in the reservation")
     group_id: str
     task_id: str
     task_source: str
     sample_index: int
     attempt: int
     policy_version: int = Field(description="of the oldest action token")
-    lag: int
+    lag: int = Field(description="of the oldest action token, to the update's policy version")
     reward: float
     token_ids: list[int]
-    action_mask: list[bool]
-    behavior_log_probs: list[float | None]
-    row_starts: list[int]
+    action_mask: list[bool] = Field(description="whether the policy chose the token")
+    behavior_log_probs: list[float | None] = Field(description="as stored, float32; null (in Arrow NaN) if not finite")
+    row_starts: list[int] = Field(description="where each training row begins")
     side_data: str | None = Field(description="in base64")
 
 
@@ -146,8 +146,12 @@ class ReserveItem(WireModel):
     """One rollout to bind: the revision seen, and the current policy's log-probs, as long as token_ids."""
 
     rollout_id: Identifier
-    revision: Count
-    current_log_probs: Annotated[list[Real | None], Field(fail_fast=True)] | None = None
+    revision: Count = Field(description="the one that the candidates answer named")
+    current_log_probs: Annotated[list[Real | None], Field(fail_fast=True)] | None = Field(
+        None,
+        description="of the update's weights before its first optimizer step: [i] scores token_ids[i]; "
+        "finite where action_mask is true, else anything; left out only where the run's drift_gate is off",
+    )
     use: str | None = Field(None, max_length=100, description="kept for lineage: chosen, rejected, a pair id")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from coordinator.addresses import NewName
+from coordinator.addresses import RunId, WorkerId
 from coordinator.errors import refusals
 from coordinator.operations.access import Admin, Anyone, ChangesHere, DatabaseHere, WorkerCaller
 from coordinator.wire.policies import Watch
@@ -28,15 +28,15 @@ LIVE = ("run_unknown", "worker_unknown", "incarnation_superseded", "incarnation_
 
 
 @router.get("", responses=refusals("run_unknown"))
-async def list_workers(run_id: str, caller: Anyone, database: DatabaseHere) -> WorkerList:
+async def list_workers(run_id: RunId, caller: Anyone, database: DatabaseHere) -> WorkerList:
     """List the run's workers with their heartbeats."""
     return await database.transaction(service.list_workers, run_id)
 
 
 @router.put("/{worker_id}", responses=refusals(*LIVE))
 async def register_worker(
-    run_id: str,
-    worker_id: NewName,
+    run_id: RunId,
+    worker_id: WorkerId,
     body: RegisterWorker,
     caller: WorkerCaller,
     database: DatabaseHere,
@@ -50,7 +50,7 @@ async def register_worker(
 
 @router.post("/{worker_id}/heartbeat", responses=refusals(*LIVE))
 async def heartbeat(
-    run_id: str, worker_id: str, body: Heartbeat, caller: WorkerCaller, database: DatabaseHere
+    run_id: RunId, worker_id: WorkerId, body: Heartbeat, caller: WorkerCaller, database: DatabaseHere
 ) -> Watch:
     """Say that this incarnation lives; the answer is what `watch` answers."""
     return await database.transaction(service.beat, run_id, worker_id, body)
@@ -58,14 +58,14 @@ async def heartbeat(
 
 @router.post("/{worker_id}/drain", responses=refusals(*LIVE))
 async def drain_worker(
-    run_id: str,
-    worker_id: str,
+    run_id: RunId,
+    worker_id: WorkerId,
     body: Heartbeat,
     caller: WorkerCaller,
     database: DatabaseHere,
     changes: ChangesHere,
 ) -> WorkerView:
-    """Leave activations to come, and finish what was begun."""
+    """Leave the activations to come out, and finish what was begun."""
     view = await database.transaction(service.drain, run_id, worker_id, body, caller)
     changes.announce(run_id)
     return view
@@ -73,8 +73,8 @@ async def drain_worker(
 
 @router.post("/{worker_id}/deregister", responses=refusals(*LIVE))
 async def deregister_worker(
-    run_id: str,
-    worker_id: str,
+    run_id: RunId,
+    worker_id: WorkerId,
     body: Heartbeat,
     caller: WorkerCaller,
     database: DatabaseHere,
@@ -88,8 +88,8 @@ async def deregister_worker(
 
 @router.post("/{worker_id}/fence", responses=refusals("run_unknown", "worker_unknown"))
 async def fence_worker(
-    run_id: str,
-    worker_id: str,
+    run_id: RunId,
+    worker_id: WorkerId,
     body: FenceWorker,
     caller: Admin,
     database: DatabaseHere,
@@ -103,8 +103,8 @@ async def fence_worker(
 
 @router.post("/{worker_id}/acks", responses=refusals(*LIVE, "policy_version_unknown"))
 async def ack_policy(
-    run_id: str,
-    worker_id: str,
+    run_id: RunId,
+    worker_id: WorkerId,
     body: Ack,
     caller: WorkerCaller,
     database: DatabaseHere,
@@ -122,8 +122,8 @@ async def ack_policy(
 
 @router.post("/{worker_id}/failures", responses=refusals(*LIVE, "policy_version_unknown"))
 async def report_failure(
-    run_id: str,
-    worker_id: str,
+    run_id: RunId,
+    worker_id: WorkerId,
     body: WorkerFailure,
     caller: WorkerCaller,
     database: DatabaseHere,
@@ -137,7 +137,7 @@ async def report_failure(
 
 @router.post("/{worker_id}/tickets", responses=refusals(*LIVE))
 async def ask_tickets(
-    run_id: str, worker_id: str, body: TicketRequest, caller: WorkerCaller, database: DatabaseHere
+    run_id: RunId, worker_id: WorkerId, body: TicketRequest, caller: WorkerCaller, database: DatabaseHere
 ) -> TicketAnswer:
     """Ask which groups may be generated now. Arrival never needs a ticket."""
     return await database.transaction(service.grant_tickets, run_id, worker_id, body)

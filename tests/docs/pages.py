@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import re
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from coordinator.app import create_app
+from coordinator.operations.access import ALL_ROLES
 from coordinator.rules.lifecycle import mermaid_diagram
 from coordinator.settings import Settings
+from coordinator.storage.database import connect
+from coordinator.wire.columns import ARROW_MEDIA_TYPE
 from coordinator.wire.problems import PROBLEMS
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = {"lifecycle": DOCS / "guarantees.md", "codes": DOCS / "api.md", "settings": DOCS / "operating.md"}
+PAGES = {
+    "lifecycle": DOCS / "guarantees.md",
+    "calls": DOCS / "api.md",
+    "arrow": DOCS / "api.md",
+    "codes": DOCS / "api.md",
+    "settings": DOCS / "operating.md",
+}
 """The page of each generated part, by the name of its marker."""
 
 
@@ -19,12 +33,49 @@ def generated(name: str) -> str:
     match name:
         case "lifecycle":
             return f"```mermaid\n{mermaid_diagram().strip()}\n```"
+        case "calls":
+            return "\n".join(_calls())
+        case "arrow":
+            return "\n".join(_arrow_bodies())
         case "codes":
             rows = [f"| `{p.code}` | {p.status} | {p.title} | {p.next_step} |" for p in PROBLEMS.values()]
             return "\n".join(["| code | status | what it says | what to do |", "|---|---|---|---|", *rows])
         case "settings":
             return "\n".join(["| variable | left out | meaning |", "|---|---|---|", *_settings()])
     raise ValueError(name)
+
+
+@functools.cache
+def _document() -> dict[str, Any]:
+    """The OpenAPI document. It needs no database, only the address of one."""
+    with tempfile.TemporaryDirectory() as artifacts:
+        return create_app(connect("postgresql://nobody@127.0.0.1:1/none", pool_size=1), Path(artifacts)).openapi()
+
+
+def _operations() -> Iterator[tuple[str, dict[str, Any]]]:
+    for path, item in _document()["paths"].items():
+        for method, operation in item.items():
+            yield f"{method.upper()} {path}", operation
+
+
+def _calls() -> Iterator[str]:
+    by_tag: dict[str, list[str]] = {}
+    for call, operation in _operations():
+        roles = operation["x-roles"]
+        others = [role for role in roles if role != "admin"]
+        who = "no token" if not roles else "any" if len(roles) == len(ALL_ROLES) else ", ".join(others) or "admin"
+        by_tag.setdefault(operation["tags"][0], []).append(f"| `{call}` | {who} | {operation['summary']} |")
+    for tag, rows in by_tag.items():
+        yield from (f"### {tag.capitalize()}", "", "| call | roles | purpose |", "|---|---|---|", *rows, "")
+
+
+def _arrow_bodies() -> Iterator[str]:
+    for call, operation in _operations():
+        bodies = {"takes": operation.get("requestBody", {}), "answers": operation["responses"].get("200", {})}
+        for verb, body in bodies.items():
+            content = body.get("content", {}).get(ARROW_MEDIA_TYPE)
+            if content is not None:
+                yield from (f"### `{call}` {verb}", "", content["schema"]["description"], "")
 
 
 def _settings() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -110,3 +111,16 @@ def test_sigterm_closes_the_embedded_postgres_in_order(tmp_path: Path) -> None:
     finally:
         server.stop()
         shutil.rmtree(folder)
+
+
+def test_what_is_no_http_is_answered_by_a_problem_document(server: ServerProcess) -> None:
+    address = httpx.URL(server.url)
+    for nonsense in (b"\x16\x03\x01\x02\x00\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/1.1\r\nContent-Length: x\r\n\r\n"):
+        with socket.create_connection((address.host, address.port), timeout=10) as connection:
+            connection.sendall(nonsense)
+            answer = b"".join(iter(lambda: connection.recv(4096), b""))
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 "), answer
+        assert b"content-type: application/problem+json" in head
+        assert json.loads(body)["code"] == "malformed_http"
+    assert httpx.get(f"{server.url}/healthz").status_code == 200
