@@ -37,7 +37,7 @@ async def withdraw_made_by(
 ) -> list[int]:
     """Withdraws the versions that these updates led to. An open activation of one of them fails.
 
-    The run's lock is held. The pointer stays where it is until a restoring version is activated.
+    The run's lock and `CHANGE_VERSIONS` are held. The pointer stays where it is until a restoring version is activated.
     """
     keys = {"run_no": run.run_no, "update_ids": list(update_ids)}
     versions = list((await connection.scalars(MADE_BY, keys)).all())

@@ -9,7 +9,14 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from coordinator.operations.access import Caller
 from coordinator.rollouts import groups
-from coordinator.rollouts.queries import IDENTITY_REASONS, SPAN_CHECKS, STATE_BY_REWARD, for_run, states
+from coordinator.rollouts.queries import (
+    IDENTITY_REASONS,
+    JUDGE_VERSIONS,
+    SPAN_CHECKS,
+    STATE_BY_REWARD,
+    for_run,
+    states,
+)
 from coordinator.runs.service import Run, get_run
 from coordinator.wire.rollouts import Release, ReleaseAnswer, ReleaseVerdict
 
@@ -151,6 +158,7 @@ async def quarantine_of_versions(
 async def release(connection: AsyncConnection, run_id: str, body: Release, caller: Caller) -> ReleaseAnswer:
     """Releases rollouts that pass the arrival checks now. Siblings that fell with a refused group come along."""
     run = await get_run(connection, run_id)
+    await connection.execute(JUDGE_VERSIONS, {"run_no": run.run_no})
     if body.rollout_ids is not None:
         named = sorted(set(body.rollout_ids))
     else:

@@ -62,12 +62,21 @@ DROP_EMPTY_GROUPS = """
       AND NOT EXISTS (SELECT FROM tombstones t WHERE t.run_no = g.run_no AND t.{group} = g.group_id)
 """
 
-# An activation that ends without the switch quarantines what was made with its candidate. It locks the version
-# first, so that it waits for these arrivals, or they see its end.
-SHARE_CANDIDATES = text("""
-    SELECT FROM policy_versions
-    WHERE run_no = :run_no AND version = ANY(CAST(:versions AS int[])) AND state IN ('prepared', 'committed')
-    ORDER BY version FOR SHARE
+# Arrivals and releases hold rollouts against versions that others may withdraw at the same moment. Whoever does waits
+# for those under way, and quarantines what they stored; later ones see the versions withdrawn. An advisory lock, so
+# that no arrival writes to the row of a version. It is taken after the run's and before the groups'.
+_JUDGING = 7_242_003
+JUDGE_VERSIONS = text(f"SELECT pg_advisory_xact_lock_shared({_JUDGING}, CAST(:run_no AS int))")
+CHANGE_VERSIONS = text(f"SELECT pg_advisory_xact_lock({_JUDGING}, CAST(:run_no AS int))")
+
+# The same, and one more: an activation that ends without the switch quarantines what was made with its candidate. It
+# locks the version first, so that it waits for these arrivals, or they see its end.
+SHARE_CANDIDATES = text(f"""
+    SELECT pg_advisory_xact_lock_shared({_JUDGING}, CAST(:run_no AS int)), (
+        SELECT count(*) FROM (
+            SELECT FROM policy_versions
+            WHERE run_no = :run_no AND version = ANY(CAST(:versions AS int[])) AND state IN ('prepared', 'committed')
+            ORDER BY version FOR SHARE) AS candidate)
 """)
 
 # What the spans `s` of a rollout of worker `i` are held against: versions `v`, acks `a` and the active version `p`.

@@ -18,7 +18,7 @@ from coordinator.operations.journal import record_event
 from coordinator.policies import restoring, withdrawal
 from coordinator.rollouts import groups
 from coordinator.rollouts.quarantine import quarantine_of_versions
-from coordinator.rollouts.queries import STATE_BY_REWARD, for_run, states
+from coordinator.rollouts.queries import CHANGE_VERSIONS, STATE_BY_REWARD, for_run, states
 from coordinator.runs.service import Run, get_run, lock_run
 from coordinator.updates import service
 from coordinator.wire.policies import PolicyView
@@ -136,6 +136,7 @@ async def rewind(
 ) -> tuple[RewindView, bool]:
     """Goes back to a commit, or finds the same rewind. Second: whether it is new."""
     run = await lock_run(connection, run_id)
+    await connection.execute(CHANGE_VERSIONS, {"run_no": run.run_no})
     keys = {"run_no": run.run_no, "rewind_id": rewind_id}
     row = (await connection.execute(GET_REWIND, keys)).one_or_none()
     if row is not None:

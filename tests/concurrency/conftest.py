@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.client import Coordinator
 from tests.client.server_process import ServerProcess
 from tests.database import Databases
 
@@ -34,3 +35,11 @@ def replicas(replicated_url: str) -> Iterator[list[ServerProcess]]:
         for server in servers:
             server.stop()
         shutil.rmtree(folder)
+
+
+@pytest.fixture
+def coordinators(replicas: list[ServerProcess]) -> Iterator[list[Coordinator]]:
+    clients = [Coordinator(server.url, server.token) for server in replicas]
+    yield clients
+    for client in clients:
+        client.close()

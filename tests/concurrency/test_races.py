@@ -6,21 +6,18 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import asyncpg
-import numpy as np
-import pytest
 
-from coordinator.client import Coordinator, Refused, Run
+from coordinator.client import Coordinator, LeaseExpired, Refused, Run
 from coordinator.client.connection import Connection
 from coordinator.client.rollouts import Candidates
 from coordinator.wire.policies import PolicyRef
-from coordinator.wire.rollouts import Reward, Rollout
+from coordinator.wire.rollouts import RescoredReward, Reward, Rollout
 from coordinator.wire.updates import (
     AbortUpdate,
     CommitUpdate,
@@ -30,49 +27,12 @@ from coordinator.wire.updates import (
     ReserveRequest,
     UpdateView,
 )
-from tests.client.runs import BASE, LOG_PROB, group, new_run, new_worker, rewarded_groups, write_adapter
+from tests.client.runs import BASE, LOG_PROB, group, new_worker, rewarded_groups, write_adapter
 from tests.client.server_process import ServerProcess
+from tests.concurrency.together import at_once, codes, everywhere, log_probs
 from tests.ledger_checker import check_ledger
 
-T = TypeVar("T")
 ROUNDS = 200
-
-
-@pytest.fixture
-def coordinators(replicas: list[ServerProcess]) -> Iterator[list[Coordinator]]:
-    clients = [Coordinator(server.url, server.token) for server in replicas]
-    yield clients
-    for client in clients:
-        client.close()
-
-
-def at_once(*calls: Callable[[], T]) -> list[T | Refused]:
-    """What each call came to, all of them started together."""
-    barrier = threading.Barrier(len(calls))
-
-    def wait_and(call: Callable[[], T]) -> T | Refused:
-        barrier.wait()
-        try:
-            return call()
-        except Refused as refused:
-            return refused
-
-    with ThreadPoolExecutor(len(calls)) as pool:
-        return [future.result() for future in [pool.submit(wait_and, call) for call in calls]]
-
-
-def codes(outcomes: Sequence[object]) -> Counter[str]:
-    """How often each came: `ok`, or the code of the refusal."""
-    return Counter(outcome.code if isinstance(outcome, Refused) else "ok" for outcome in outcomes)
-
-
-def everywhere(coordinators: list[Coordinator], **settings: object) -> list[Run]:
-    run = new_run(coordinators[0], **settings)
-    return [coordinator.run(run.id) for coordinator in coordinators]
-
-
-def log_probs(candidates: Candidates) -> list[np.ndarray]:
-    return [np.full(len(trajectory.token_ids), LOG_PROB) for trajectory in candidates]
 
 
 def test_of_two_updates_exactly_one_wins_each_rollout(coordinators: list[Coordinator], replicated_url: str) -> None:
@@ -259,4 +219,127 @@ def test_giving_up_draining_and_the_last_ack_leave_one_outcome(
             workers[1] = runs[1].worker("w1", f"w1-{version}")
             workers[1].register("hand", "1")
     assert ends.keys() == {"succeeded", "given_up"}
+    assert check_ledger(replicated_url) == []
+
+
+def test_commits_that_meet_the_end_of_their_lease_are_in_time_or_nothing(
+    coordinators: list[Coordinator], replicas: list[ServerProcess], replicated_url: str
+) -> None:
+    """Forty updates, each with one commit sent around the moment at which its lease ends, through either replica."""
+    runs = everywhere(coordinators, group_size=None, update_lease_seconds=0.25)
+    rollouts = rewarded_groups(runs[0], new_worker(runs[0]), 20)
+    links = [Connection(s.url, s.token, timeout_seconds=30, retry_seconds=0) for s in replicas]
+    ends: Counter[str] = Counter()
+    for number, rollout in enumerate(rollouts):
+        view = runs[0].view()
+        path = ("runs", view.run_id, "updates", f"late{number}")
+        opening = OpenUpdate(owner="t", policy_version=view.active.version, artifact_hash=view.active.artifact_hash)
+        links[number % 2].call("PUT", path, UpdateView, body=opening)
+        item = ReserveItem(rollout_id=rollout.rollout_id, revision=1, current_log_probs=[None, None, *[LOG_PROB] * 3])
+        reserving = ReserveRequest(owner="t", after_commit_no=view.last_commit_no, rollouts=[item])
+        links[number % 2].call("POST", (*path, "reserve"), ReserveAnswer, body=reserving)
+        time.sleep((0.0, 0.18, 0.2, 0.21, 0.22, 0.23, 0.24, 0.3)[number % 8])
+        committing = CommitUpdate(owner="t", after_commit_no=view.last_commit_no)
+        try:
+            end = links[(number + 1) % 2].call("POST", (*path, "commit"), UpdateView, body=committing)
+        except LeaseExpired:
+            ends["expired"] += 1
+        else:
+            assert (end.state, end.commit_no) == ("committed", runs[0].view().last_commit_no)
+            assert end.ended_at is not None
+            assert end.ended_at <= end.lease_until
+            ends["committed"] += 1
+    for link in links:
+        link.close()
+    assert min(ends["committed"], ends["expired"]) > 0
+    deadline = time.monotonic() + 60
+    while runs[0].counts().rollouts["reserved"]:
+        assert time.monotonic() < deadline, "what expired updates held was not given back"
+        time.sleep(0.1)
+    states = Counter(rollout.state for rollout in runs[0].rollouts())
+    assert states == {"consumed": ends["committed"], "rewarded": ends["expired"]}
+    assert check_ledger(replicated_url) == []
+
+
+def test_an_abort_and_a_commit_at_once_leave_one_end(coordinators: list[Coordinator], replicated_url: str) -> None:
+    runs = everywhere(coordinators)
+    worker = new_worker(runs[0])
+    for number in range(24):
+        names = {r.rollout_id for r in rewarded_groups(runs[0], worker, 1, prefix=f"{number}:")}
+        with runs[0].update(f"u{number}") as update:
+            found = update.candidates(1)
+            assert {t.rollout_id for t in found} == names
+            update.reserve(found, log_probs(found))
+            path = ("runs", runs[0].id, "updates", update.id)
+            aborting = AbortUpdate(owner=update.owner, reason="at the same time", quarantine=number % 3 == 0)
+            other = runs[1]._connection
+            outcomes = at_once(update.commit, partial(other.call, "POST", (*path, "abort"), UpdateView, body=aborting))
+            assert codes(outcomes) == {"ok": 1, "update_fenced": 1}
+        (won,) = (outcome for outcome in outcomes if not isinstance(outcome, Refused))
+        states = {runs[0].rollout(name).state for name in names}
+        aborted = "quarantined" if number % 3 == 0 else "rewarded"
+        assert states == ({"consumed"} if won.state == "committed" else {aborted})
+        if states == {"rewarded"}:  # not to be offered again
+            with runs[0].update() as update:
+                found = update.candidates(1)
+                update.reserve(found, log_probs(found))
+                update.commit()
+    assert check_ledger(replicated_url) == []
+
+
+def test_a_rescore_and_a_reserve_at_once_agree_on_the_reward(
+    coordinators: list[Coordinator], replicated_url: str
+) -> None:
+    """Either the update trains on what it was offered, or it must look again: never on a reward that it did not see."""
+    runs = everywhere(coordinators)
+    worker = new_worker(runs[0])
+    for number in range(24):
+        members = rewarded_groups(runs[0], worker, 1, prefix=f"{number}:")
+        renewed = [RescoredReward(rollout_id=r.rollout_id, value=10.0 + n) for n, r in enumerate(members)]
+        with runs[0].update(f"u{number}") as update:
+            found = update.candidates(1)
+            reserved, rescored = at_once(
+                partial(update.reserve, found, log_probs(found)),
+                partial(runs[1].rescore, members[0].group_id, "again", "e" * 64, renewed),
+            )
+            assert not isinstance(reserved, Refused)
+            verdicts = {verdict.verdict for verdict in reserved.verdicts}
+            if isinstance(rescored, Refused):
+                assert (rescored.code, verdicts) == ("group_held", {"reserved"})
+            else:
+                assert {verdict.verdict for verdict in rescored.verdicts} == {"rescored"}
+                assert verdicts == {"revision_conflict"}
+                found = update.candidates(1)
+                assert {t.reward for t in found} == {10.0, 11.0}
+                update.reserve(found, log_probs(found))
+            update.commit()
+        trained = {t.rollout_id: t.reward for t in found}
+        assert trained == {r.rollout_id: runs[0].rollout(r.rollout_id).reward for r in members}
+        assert {runs[0].rollout(r.rollout_id).state for r in members} == {"consumed"}
+    assert check_ledger(replicated_url) == []
+
+
+def test_of_two_contents_under_one_id_the_first_stays_whichever_replica_it_came_through(
+    coordinators: list[Coordinator], replicated_url: str
+) -> None:
+    """Batches that overlap, each in an order of its own, with the same ids in the same or in other groups."""
+    runs = everywhere(coordinators)
+    worker = new_worker(runs[0])
+    active = runs[0].view().active
+    for number in range(12):
+        mine = [r for n in range(16) for r in group(worker, active, f"{number}.{n}")]
+        other = [r.model_copy(update={"task_id": "another"}) for r in mine]
+        elsewhere = [r.model_copy(update={"group_id": f"other-{r.group_id}"}) for r in mine]
+        batches = [mine, mine[::-1], other, other[::-1], elsewhere, elsewhere[::-1]]
+        outcomes = at_once(*(partial(runs[n % 2].submit, batch) for n, batch in enumerate(batches)))
+        stored = {r.rollout_id: runs[0].rollout(r.rollout_id) for r in mine}
+        told: dict[str, Counter[str]] = {name: Counter() for name in stored}
+        for batch, outcome in zip(batches, outcomes, strict=True):
+            assert not isinstance(outcome, Refused)
+            for sent, verdict in zip(batch, outcome.verdicts, strict=True):
+                told[sent.rollout_id][verdict.verdict] += 1
+                there = stored[sent.rollout_id]
+                same = (sent.task_id, sent.group_id) == (there.task_id, there.group_id)
+                assert (verdict.verdict != "conflict") == same
+        assert all(verdicts == {"accepted": 1, "duplicate": 1, "conflict": 4} for verdicts in told.values())
     assert check_ledger(replicated_url) == []
