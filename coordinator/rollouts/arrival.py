@@ -17,6 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from coordinator.errors import Refusal
 from coordinator.operations.access import Caller
 from coordinator.rollouts import groups, queries
+from coordinator.rollouts.retention import await_tombstones
 from coordinator.rollouts.rewards import store_rewards
 from coordinator.rules.identity import (
     Fault,
@@ -419,6 +420,7 @@ async def _store(
         for n, item in enumerate(items, start=1)
         for span, acts in zip(item.identity.spans, item.span_acts, strict=True)
     ]
+    await await_tombstones(connection, run, [item.identity for item in items])
     rows = await connection.execute(
         queries.for_run(queries.ARRIVE, run.group_column),
         {

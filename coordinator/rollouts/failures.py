@@ -10,6 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from coordinator.operations.access import Caller
 from coordinator.rollouts import groups, queries
 from coordinator.rollouts.arrival import count_rejections, member_fault
+from coordinator.rollouts.retention import await_tombstones
 from coordinator.rules.identity import Fault, canonical_hash
 from coordinator.runs.service import Run, get_run
 from coordinator.wire.rollouts import ArrivalAnswer, ArrivalVerdict, GenerationFailure, GenerationFailureBatch
@@ -116,6 +117,7 @@ async def _store(
     failures = [failure for _, failure in items]
     group_ids = sorted({getattr(failure, run.group_column) for failure in failures})
     await groups.claim(connection, run, dict.fromkeys(group_ids))
+    await await_tombstones(connection, run, failures)
     rows = await connection.scalars(
         FAIL_GENERATION,
         {

@@ -7,6 +7,7 @@ and judged again there, so that nothing that a rewind or a release has just brou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import text
@@ -16,6 +17,7 @@ from coordinator.rollouts import groups
 from coordinator.rollouts.queries import for_run
 from coordinator.runs.service import Run, get_run
 from coordinator.storage.database import Database
+from coordinator.wire.rollouts import GenerationFailure, RolloutIdentity
 
 BATCH = 1000
 
@@ -104,6 +106,41 @@ DROP_ROLLOUTS = f"""
     )
     SELECT count(*) FROM dropped
 """
+
+
+# What already has these ids, or these places in their groups. Where retention is just dropping it, this waits for the
+# tombstone, which a statement that began before would miss; the others are not dropped before this transaction ends.
+AWAIT_TOMBSTONES = text("""
+    SELECT count(*) FROM unnest(
+        CAST(:rollout_ids AS text[]), CAST(:group_ids AS text[]), CAST(:sample_indexes AS int[]),
+        CAST(:attempts AS int[])
+    ) AS i (rollout_id, group_id, sample_index, attempt)
+    LEFT JOIN LATERAL (
+        SELECT FROM rollouts WHERE run_no = :run_no AND rollout_id = i.rollout_id FOR KEY SHARE
+    ) AS same ON true
+    LEFT JOIN LATERAL (
+        SELECT FROM rollouts WHERE run_no = :run_no AND group_id = i.group_id AND sample_index = i.sample_index
+            AND attempt = i.attempt FOR KEY SHARE
+    ) AS in_place ON true
+""")
+
+
+async def await_tombstones(
+    connection: AsyncConnection, run: Run, members: Sequence[RolloutIdentity | GenerationFailure]
+) -> None:
+    """Called with the groups locked, before these are stored: later statements see what retention made of their ids."""
+    if run.settings.rollout_retention_seconds is None:
+        return
+    await connection.execute(
+        AWAIT_TOMBSTONES,
+        {
+            "run_no": run.run_no,
+            "rollout_ids": [member.rollout_id for member in members],
+            "group_ids": [member.group_id for member in members],
+            "sample_indexes": [member.sample_index for member in members],
+            "attempts": [member.attempt for member in members],
+        },
+    )
 
 
 async def _runs(connection: AsyncConnection) -> list[str]:
