@@ -290,12 +290,21 @@ async def _require_room(connection: AsyncConnection, run: Run, items: list[Item]
     limit = run.settings.storage_limit_bytes
     if limit is None:
         return
-    coming = sum(
-        len(i.token_ids) + len(i.action_mask) + len(i.behavior_log_probs) + len(i.side_data or b"") for i in items
-    )
+    sizes = {i.identity.rollout_id: _size(i) for i in items}
     stored = (await counts(connection, run)).get("evidence_bytes", 0)
-    if stored + coming > limit:
-        raise Refusal("storage_full", f"run {run.run_id} stores {stored} of {limit} bytes; {coming} more do not fit")
+    if stored + sum(sizes.values()) > limit:
+        # What is here already takes no room: who sends again is not held back by what he had sent.
+        known = await connection.execute(queries.FIND_KNOWN, {"run_no": run.run_no, "rollout_ids": list(sizes)})
+        coming = sum(sizes.values()) - sum(sizes[row.rollout_id] for row in known)
+        if coming and stored + coming > limit:
+            raise Refusal(
+                "storage_full", f"run {run.run_id} stores {stored} of {limit} bytes; {coming} more do not fit"
+            )
+
+
+def _size(item: Item) -> int:
+    """Bytes of evidence that the item stores."""
+    return len(item.token_ids) + len(item.action_mask) + len(item.behavior_log_probs) + len(item.side_data or b"")
 
 
 async def _contract_numbers(connection: AsyncConnection, run: Run, items: list[Item]) -> dict[int, int]:
