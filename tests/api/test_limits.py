@@ -14,7 +14,7 @@ import pytest
 from coordinator.rollouts import retention
 from coordinator.wire.columns import ARROW_MEDIA_TYPE, ROLLOUT_SCHEMA, encode_rollouts, rollout_columns
 from coordinator.wire.rollouts import Rollout
-from tests.api.ledger import Api, H, Ledger, ok, refused
+from tests.api.ledger import Api, H, Json, Ledger, ok, refused
 
 BYTES = 6 * 9
 """Of one rollout of six tokens: an int32, a byte and a float32 each."""
