@@ -213,6 +213,7 @@ RESERVE = f"""
     ), judged AS (
         SELECT n.*, r.state, r.revision, r.{{group}} AS group_key, r.versions, r.ruleset_no, r.worker_id,
             r.incarnation, r.contract_no, r.reward, earlier.drift AS earlier_drift,
+            earlier.verdict IS NOT NULL AS judged_before,
             :lag_clock - r.oldest_clock AS lag, {_verdict()} AS verdict
         FROM named n
         LEFT JOIN LATERAL (
@@ -277,7 +278,7 @@ RESERVE = f"""
         FROM moved m
     )
     SELECT d.item, d.rollout_id, d.final AS verdict, d.group_key AS group_id, d.lag, d.worker_id, d.incarnation,
-           d.contract_no, d.ruleset_no, d.reward, d.moved, d.drift AS measured,
+           d.contract_no, d.ruleset_no, d.reward, d.moved, d.drift AS measured, d.judged_before,
            COALESCE(d.earlier_drift, d.drift) AS drift,
            CASE WHEN d.moved THEN d.next_state ELSE d.state END AS state,
            d.revision + CASE WHEN d.moved THEN 1 ELSE 0 END AS revision,

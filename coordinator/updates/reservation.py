@@ -210,13 +210,14 @@ async def _keep_to_one(connection: AsyncConnection, run: Run, update_id: str, ro
             raise Refusal("ruleset_conflict", f"update {update_id} would hold rewards of {', '.join(rulesets)}")
 
 
+def _checked(rows: Any) -> list[Any]:
+    """Those that reached the drift check in this call: a retry replays what an earlier one said of a rollout."""
+    return [r for r in rows if not r.judged_before and r.verdict in ("reserved", "policy_drift", "group_refused")]
+
+
 async def _add_worker_drift(connection: AsyncConnection, run: Run, rows: Any, live: bool) -> None:
     """What a healthy worker's fresh rollouts drift is its engine's rounding; the sum tells a sick one."""
-    fresh = [
-        r
-        for r in rows
-        if live and r.lag == 0 and r.measured is not None and r.verdict in ("reserved", "policy_drift", "group_refused")
-    ]
+    fresh = [r for r in _checked(rows) if live and r.lag == 0 and r.measured is not None]
     if fresh:
         await connection.execute(
             queries.ADD_WORKER_DRIFT,
@@ -231,7 +232,7 @@ async def _add_worker_drift(connection: AsyncConnection, run: Run, rows: Any, li
 
 def _refuse_if_all_drifted(rows: Any) -> None:
     """One misaligned trainer must not empty the buffer: refuses when every worker has most of its rollouts over."""
-    checked = [r for r in rows if r.verdict in ("policy_drift", "group_refused", "reserved")]
+    checked = _checked(rows)
     if len(checked) < SUSPECT_SAMPLE:
         return
     over: defaultdict[str, list[bool]] = defaultdict(list)
