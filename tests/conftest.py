@@ -31,3 +31,9 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
     server.start()
     yield server
     server.stop()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--kills", default=34, type=int, help="kills of a coordinator in tests/faults/test_kill_campaign.py"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,8 +26,9 @@ def start_run(coordinator: Coordinator, run_id: str, **settings: object) -> Run:
 class Clients:
     """The client processes of one load, started together."""
 
-    def __init__(self, folder: Path, run: Run, servers: Sequence[tuple[str, str]], until: float) -> None:
-        self._folder, self._run_id, self._servers, self._until = folder, run.id, servers, until
+    def __init__(self, folder: Path, run: Run, servers: Sequence[tuple[str, str]]) -> None:
+        self._folder, self._run_id, self._servers = folder, run.id, servers
+        self._end = folder / "end"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, role: str, name: str) -> None:
@@ -34,7 +36,7 @@ class Clients:
         report = str(self._folder / f"{name}.report")
         with (self._folder / f"{name}.log").open("wb") as log:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, str(CLIENT), role, name, self._run_id, report, str(self._until), *addresses],
+                [sys.executable, str(CLIENT), role, name, self._run_id, report, str(self._end), *addresses],
                 stdout=log,
                 stderr=log,
             )
@@ -46,8 +48,23 @@ class Clients:
                 process.kill()
                 process.wait()
 
+    def count(self, *kinds: str) -> int:
+        """How many acknowledgements of these kinds there are so far."""
+        reports = [report.read_text() for report in self._folder.glob("*.report")]
+        return sum(text.count(f'["{kind}"') for text in reports for kind in kinds)
+
+    def wait_for(self, kind: str, count: int, seconds: float = 120) -> None:
+        """Waits for progress, on a machine of any speed."""
+        until = time.monotonic() + seconds
+        while self.count(kind) < count:
+            for name, process in self.processes.items():
+                assert process.poll() is None, f"{name} ended: {(self._folder / f'{name}.log').read_text()[-1500:]}"
+            assert time.monotonic() < until, f"{self.count(kind)} of {count} acknowledgements of a {kind}"
+            time.sleep(0.1)
+
     def told(self) -> tuple[Acknowledged, list[str], list[str]]:
-        """When all have ended: what they were told, their faults, and their retries."""
+        """Lets all of them end: what they were told, their faults, and their retries."""
+        self._end.touch()
         told, faults, retries = Acknowledged(), [], []
         for name, process in self.processes.items():
             code = process.wait(90)

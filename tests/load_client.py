@@ -1,6 +1,7 @@
 """One client process of a load; run as a script, so that it imports nothing but the product.
 
-`python load_client.py ROLE NAME RUN REPORT UNTIL URL TOKEN [URL TOKEN]`: with two addresses a client uses both.
+`python load_client.py ROLE NAME RUN REPORT END URL TOKEN [URL TOKEN]`: with two addresses a client uses both; it
+works until the file END is there.
 Each line of REPORT is one acknowledgement, flushed as it came: ["rollout", id], ["reward", id, value],
 ["reserve", update, rollout, revision], ["commit", update, number], ["active", version]. Every retry is a line
 ["retry", text], and what a client must not be told a line ["fault", text].
@@ -64,7 +65,7 @@ class _Retries(logging.Handler):
             self._report.write("retry", record.getMessage())
 
 
-def produce(runs: Sequence[Run], worker_id: str, until: float, report: Report) -> None:
+def produce(runs: Sequence[Run], worker_id: str, end: Path, report: Report) -> None:
     """Acks whatever is active or to be, and sends batches that overlap, through all runs at once."""
     worker = runs[0].worker(worker_id, f"{worker_id}-1")
     worker.register("hand", "1")
@@ -72,7 +73,7 @@ def produce(runs: Sequence[Run], worker_id: str, until: float, report: Report) -
     ready: list[list[Rollout]] = []
     number = 0
     contract = runs[0].view().contract
-    while time.time() < until:
+    while not end.exists():
         heard = worker.heartbeat()
         for policy in (heard.active, heard.candidate):
             if policy is not None and policy.version not in acked:
@@ -125,9 +126,9 @@ def _submit(run: Run, batch: list[Rollout], report: Report) -> None:
                 report.write("fault", f"{verdict.rollout_id}: {verdict.verdict} {verdict.reason} {verdict.detail}")
 
 
-def judge(runs: Sequence[Run], name: str, until: float, report: Report) -> None:
+def judge(runs: Sequence[Run], name: str, end: Path, report: Report) -> None:
     """Rewards whatever is unrewarded; some first time out, and some rewards are sent by several judges at once."""
-    while time.time() < until:
+    while not end.exists():
         run = random.choice(runs)
         waiting = [r.rollout_id for state in ("generated", "reward_failed") for r in run.rollouts(state=state)]
         random.shuffle(waiting)
@@ -153,10 +154,10 @@ def judge(runs: Sequence[Run], name: str, until: float, report: Report) -> None:
                 report.write("fault", f"reward of {sent.rollout_id}: {verdict.verdict} {verdict.detail}")
 
 
-def train(runs: Sequence[Run], name: str, until: float, report: Report) -> None:
+def train(runs: Sequence[Run], name: str, end: Path, report: Report) -> None:
     """Competes for the oldest groups: reserves, then commits, aborts, discards or lets go."""
     number = 0
-    while time.time() < until:
+    while not end.exists():
         number += 1
         run = random.choice(runs)
         with _lost_races(), run.update(f"{name}:{number}") as update:
@@ -192,13 +193,17 @@ def _anyone_s(run: Run) -> Candidates:
                 revision=row.revision,
                 group_id=row.group_id,
                 task_id=row.task_id,
+                task_source=row.task_source,
                 sample_index=row.sample_index,
+                attempt=row.attempt,
                 policy_version=row.spans[0].version,
                 lag=0,
                 reward=row.reward,
                 token_ids=np.zeros(row.tokens, np.int32),
                 action_mask=np.zeros(row.tokens, np.bool_),
                 behavior_log_probs=np.zeros(row.tokens, np.float32),
+                row_starts=row.row_starts,
+                side_data=None,
             )
         )
     return Candidates(tuple(t for members in list(groups.values())[:2] for t in members), None)
@@ -225,11 +230,32 @@ def _watched(report: Report) -> Iterator[None]:
         raise
 
 
-ROLES = {"produce": produce, "judge": judge, "train": train}
+def rewind(runs: Sequence[Run], name: str, end: Path, report: Report) -> None:
+    """Now and then goes back by up to three commits, as a trainer that restored a checkpoint, and releases what an
+    update quarantined."""
+    number = 0
+    while not end.exists():
+        time.sleep(random.uniform(0.5, 1.5))
+        run = random.choice(runs)
+        updates = run.updates()
+        line = sorted(u.commit_no for u in updates if u.state == "committed" and u.commit_no is not None)
+        number += 1
+        if line and random.random() < 0.5:
+            back = ([0, *line])[-random.randint(1, 4) :][0]
+            with _lost_races():  # another commit may have come meanwhile, which is undone too
+                run.rewind(
+                    back, "a checkpoint was restored", rewind_id=f"{name}:{number}",
+                    consumed=random.choice(("release", "spent")),
+                )  # fmt: skip
+        for update in updates[-3:]:
+            run.release_quarantined_by(update.update_id, random.choice(("policy_drift", "update_aborted")))
+
+
+ROLES = {"produce": produce, "judge": judge, "train": train, "rewind": rewind}
 
 
 def main() -> None:
-    role, name, run_id, report_path, until = sys.argv[1:6]
+    role, name, run_id, report_path, end = sys.argv[1:6]
     addresses = sys.argv[6:]
     report = Report(Path(report_path))
     logging.getLogger("coordinator.client").addHandler(_Retries(report))
@@ -239,7 +265,7 @@ def main() -> None:
             for url, token in zip(addresses[::2], addresses[1::2], strict=True)
         ]
         with _watched(report):
-            ROLES[role](runs, name, float(until), report)
+            ROLES[role](runs, name, Path(end), report)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from tests.client.server_process import ServerProcess
 from tests.ledger_checker import check_ledger
 from tests.load import Clients, start_run
 
-KILLS = 8
+KILLS = 12
 
 
 def test_kills_at_any_moment_lose_nothing_and_consume_nothing_twice(tmp_path: Path) -> None:
@@ -27,17 +27,19 @@ def test_kills_at_any_moment_lose_nothing_and_consume_nothing_twice(tmp_path: Pa
     try:
         with Coordinator(*identity) as coordinator:
             run = start_run(coordinator, "killed", update_lease_seconds=5)
-            until = time.time() + 28
-            clients = Clients(tmp_path, run, [identity], until)
+            clients = Clients(tmp_path, run, [identity])
             for role, name in (("produce", "w1"), ("produce", "w2"), ("judge", "j1"), ("train", "t1"), ("train", "t2")):
                 clients.start(role, name)
+            clients.wait_for("commit", 2)
             commits = []
             for _ in range(KILLS):
-                time.sleep(random.uniform(0.5, 2.0))
+                time.sleep(random.uniform(0, 1.5))
                 server.kill()
                 server.start()
                 assert (server.url, server.token) == identity
                 commits.append(run.view().last_commit_no)
+                clients.wait_for("rollout", clients.count("rollout") + 1)
+            clients.wait_for("commit", 4)
             told, faults, retries = clients.told()
         assert faults == []
         assert len(retries) >= KILLS

@@ -32,15 +32,17 @@ def test_a_killed_postgres_is_started_again_and_nothing_acknowledged_is_lost(tmp
         database_url = EmbeddedPostgres(server.data / "postgres", progress=lambda _: None).start()
         with Coordinator(server.url, server.token) as coordinator:
             run = start_run(coordinator, "orphaned", update_lease_seconds=5)
-            clients = Clients(tmp_path, run, [(server.url, server.token)], time.time() + 18)
+            clients = Clients(tmp_path, run, [(server.url, server.token)])
             for role, name in (("produce", "w1"), ("produce", "w2"), ("judge", "j1"), ("train", "t1"), ("train", "t2")):
                 clients.start(role, name)
+            clients.wait_for("rollout", 1)
             killed = []
             for _ in range(KILLS):
                 time.sleep(random.uniform(1, 2))
                 killed.append(int(pid_file.read_text().split()[0]))
                 os.kill(killed[-1], signal.SIGKILL)
                 wait_until_ready_under_another(server, pid_file, killed[-1])
+                clients.wait_for("rollout", clients.count("rollout") + 30)
             told, faults, retries = clients.told()
         assert faults == []
         assert len(set(killed)) == KILLS

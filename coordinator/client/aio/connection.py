@@ -39,15 +39,19 @@ class AsyncConnection:
 
     Every call that changes something carries the caller's own id, so sending it twice changes nothing more.
     `timeout_seconds` bounds the silence on one attempt (beside what a long poll waits), `retry_seconds` the
-    whole of the attempts. May be used from several tasks.
+    whole of the attempts. `url` may name several replicas, separated by commas: after a fault the next one is
+    asked. May be used from several tasks.
     """
 
     def __init__(self, url: str, token: str, *, timeout_seconds: float, retry_seconds: float) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise NotConfigured(f"the coordinator's address must begin with http:// or https://, not {url!r}")
+        urls = [address.strip().rstrip("/") for address in url.split(",")]
+        for address in urls:
+            if not address.startswith(("http://", "https://")):
+                raise NotConfigured(f"the coordinator's address must begin with http:// or https://, not {address!r}")
         if not token.isascii() or not token.isprintable() or not token:
             raise NotConfigured("the token is empty or holds characters that no token has: check its file or variable")
-        self.url = url.rstrip("/")
+        self._urls = urls
+        self._at = 0
         self.timeout_seconds = timeout_seconds
         self.retry_seconds = retry_seconds
         self._http = httpx.AsyncClient(
@@ -55,6 +59,11 @@ class AsyncConnection:
             # Of connections there may be any number: no renewal waits behind long polls for a free one.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
         )
+
+    @property
+    def url(self) -> str:
+        """The address in use."""
+        return self._urls[self._at]
 
     async def close(self) -> None:
         """Close the sockets. A call afterwards raises RuntimeError."""
@@ -100,20 +109,20 @@ class AsyncConnection:
         retry_seconds: float | None = None,
     ) -> httpx.Response:
         """Send bytes, made anew by `content` for each attempt. Raises `Refused` or `Unreachable`."""
-        url = self._address(segments)
+        path = self._path(segments)
         headers = {"Accept": accept} | ({} if content is None else {"Content-Type": content_type})
 
         async def attempt() -> httpx.Response:
             return await self._http.request(
                 method,
-                url,
+                self.url + path,
                 content=None if content is None else content(),
                 headers=headers,
                 params=params,
                 timeout=self._timeout(wait_seconds, timeout_seconds),
             )
 
-        received = await self._persist(f"{method} {url}", attempt, retry_seconds)
+        received = await self._persist(f"{method} {path}", attempt, retry_seconds)
         if received.status_code >= 400:
             raise refusal(received.status_code, received.content)
         return received
@@ -131,10 +140,10 @@ class AsyncConnection:
 
         Raises `ArtifactCorrupt` for other bytes, and never writes more than `size` of them.
         """
-        url = self._address(segments)
+        path = self._path(segments)
 
         async def attempt() -> httpx.Response:
-            async with self._http.stream("GET", url, timeout=self._timeout(0, None)) as received:
+            async with self._http.stream("GET", self.url + path, timeout=self._timeout(0, None)) as received:
                 if received.status_code >= 400:
                     await received.aread()
                     return received
@@ -146,7 +155,7 @@ class AsyncConnection:
                     await run_blocking(file.finish)
                 return received
 
-        received = await self._persist(f"GET {url}", attempt, None)
+        received = await self._persist(f"GET {path}", attempt, None)
         if received.status_code >= 400:
             raise refusal(received.status_code, received.content)
 
@@ -158,6 +167,7 @@ class AsyncConnection:
         attempts = 0
         while True:
             attempts += 1
+            asked_at = self.url
             cause: Exception | None = None
             full, asked = False, 0.0
             try:
@@ -170,18 +180,24 @@ class AsyncConnection:
                     return received
                 why = str(refusal(received.status_code, received.content))
                 asked = _retry_after(received) if full else min(_retry_after(received), _LONGEST_ASKED_SECONDS)
+            if not full and self.url == asked_at:  # nobody else has turned to another replica meanwhile
+                self._at = (self._at + 1) % len(self._urls)
             longest = min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2 ** min(attempts - 1, 10))
             pause = max(asked, random.uniform(longest / 2, longest))
             spent = time.monotonic() - started
             if spent + pause > bound:
                 if full:
                     return received
-                raise Unreachable(f"{what}: no answer after {attempts} attempts in {spent:.1f} s; {why}") from cause
-            _log.log(logging.WARNING if attempts == 1 else logging.DEBUG, "%s: %s; trying again", what, why)
+                raise Unreachable(
+                    f"{what} at {asked_at}: no answer after {attempts} attempts in {spent:.1f} s; {why}"
+                ) from cause
+            _log.log(
+                logging.WARNING if attempts == 1 else logging.DEBUG, "%s at %s: %s; trying again", what, asked_at, why
+            )
             await sleep(pause)
 
-    def _address(self, segments: Iterable[str]) -> str:
-        return "/".join((self.url, "v1", *(quote(segment, safe="") for segment in segments)))
+    def _path(self, segments: Iterable[str]) -> str:
+        return "/".join(("", "v1", *(quote(segment, safe="") for segment in segments)))
 
     def _timeout(self, wait_seconds: float, timeout_seconds: float | None) -> httpx.Timeout:
         bound = self.timeout_seconds if timeout_seconds is None else timeout_seconds

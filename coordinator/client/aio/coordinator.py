@@ -18,6 +18,7 @@ from coordinator.wire.tokens import CreatedToken, CreateToken, Role, TokenList, 
 class AsyncCoordinator:
     """A coordinator, as one process sees it; close it, or use it with `async with`.
 
+    `url` may name several replicas, separated by commas: when one does not answer, the next is asked.
     `url` and `token` come from the arguments, else from COORDINATOR_URL and COORDINATOR_TOKEN, else from
     the files `address` and `admin.token` in the data folder of a coordinator on this machine
     (COORDINATOR_DATA, else ./.data). `timeout_seconds` bounds the silence on one attempt, `retry_seconds`
