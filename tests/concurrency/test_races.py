@@ -269,7 +269,7 @@ def test_commits_that_meet_the_end_of_their_lease_are_in_time_or_nothing(
 def test_an_abort_and_a_commit_at_once_leave_one_end(coordinators: list[Coordinator], replicated_url: str) -> None:
     runs = everywhere(coordinators)
     worker = new_worker(runs[0])
-    for number in range(24):
+    for number in range(16):
         names = {r.rollout_id for r in rewarded_groups(runs[0], worker, 1, prefix=f"{number}:")}
         with runs[0].update(f"u{number}") as update:
             found = update.candidates(1)
@@ -298,7 +298,7 @@ def test_a_rescore_and_a_reserve_at_once_agree_on_the_reward(
     """Either the update trains on what it was offered, or it must look again: never on a reward that it did not see."""
     runs = everywhere(coordinators)
     worker = new_worker(runs[0])
-    for number in range(24):
+    for number in range(16):
         members = rewarded_groups(runs[0], worker, 1, prefix=f"{number}:")
         renewed = [RescoredReward(rollout_id=r.rollout_id, value=10.0 + n) for n, r in enumerate(members)]
         with runs[0].update(f"u{number}") as update:
@@ -331,7 +331,7 @@ def test_of_two_contents_under_one_id_the_first_stays_whichever_replica_it_came_
     runs = everywhere(coordinators)
     worker = new_worker(runs[0])
     active = runs[0].view().active
-    for number in range(12):
+    for number in range(8):
         mine = [r for n in range(16) for r in group(worker, active, f"{number}.{n}")]
         other = [r.model_copy(update={"task_id": "another"}) for r in mine]
         elsewhere = [r.model_copy(update={"group_id": f"other-{r.group_id}"}) for r in mine]

@@ -57,7 +57,7 @@ def test_a_commit_that_meets_a_rewind_is_undone_or_refused(
     rewarded_groups(runs[0], new_worker(runs[0]), 2)
     kept = commit_groups(runs[0], "kept")
     ends: Counter[str] = Counter()
-    for number in range(30):
+    for number in range(16):
         with contextlib.suppress(UpdateFenced), runs[number % 2].update(f"u{number}") as update:
             found = update.candidates(1)
             update.reserve(found, log_probs(found))
@@ -84,7 +84,7 @@ def test_a_reserve_that_meets_a_rewind_holds_nothing_afterwards(
 ) -> None:
     runs = everywhere(coordinators)
     rewarded_groups(runs[0], new_worker(runs[0]), 2)
-    for number in range(30):
+    for number in range(16):
         with contextlib.suppress(UpdateFenced), runs[0].update(f"u{number}") as update:
             found = update.candidates(2)
             assert len(found) == 4
@@ -111,7 +111,7 @@ def test_what_arrives_while_its_version_is_withdrawn_is_quarantined(
     runs = everywhere(coordinators)
     worker = new_worker(runs[0])
     version = 0
-    for number in range(12):
+    for number in range(8):
         rewarded_groups(runs[0], worker, 1, prefix=f"{number}:")
         before = runs[0].view().last_commit_no
         commit_groups(runs[0], f"u{number}")
@@ -144,7 +144,7 @@ def test_a_release_that_meets_a_rewind_frees_nothing_of_a_withdrawn_version(
     runs = everywhere(coordinators)
     worker = new_worker(runs[0])
     version = 0
-    for number in range(12):
+    for number in range(8):
         rewarded_groups(runs[0], worker, 1, prefix=f"{number}:")
         before = runs[0].view().last_commit_no
         commit_groups(runs[0], f"u{number}")
@@ -173,7 +173,7 @@ def test_of_two_rewinds_at_once_the_line_keeps_what_both_keep(
     runs = everywhere(coordinators)
     rewarded_groups(runs[0], new_worker(runs[0]), 4)
     kept = commit_groups(runs[0], "kept")
-    for number in range(20):
+    for number in range(10):
         middle = commit_groups(runs[0], f"middle{number}")
         commit_groups(runs[1], f"last{number}")
         near, far, again = at_once(
@@ -196,7 +196,7 @@ def test_of_two_rewinds_at_once_the_line_keeps_what_both_keep(
 def test_one_rewind_id_with_two_targets_is_one_rewind(coordinators: list[Coordinator], replicated_url: str) -> None:
     runs = everywhere(coordinators)
     rewarded_groups(runs[0], new_worker(runs[0]), 2)
-    for number in range(12):
+    for number in range(8):
         first, last = (commit_groups(runs[0], f"{name}{number}") for name in ("first", "last"))
         outcomes = at_once(
             *(partial(runs[n].rewind, to, "back", rewind_id=f"r{number}") for n, to in enumerate((first, 0)))
