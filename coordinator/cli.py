@@ -126,7 +126,13 @@ def create_token(
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise typer.BadParameter(f"{where + ': ' if where else ''}{first['msg']}") from error
-    with database_url(Settings(data=data), _say) as url:
+    settings = Settings(data=data)
+    if settings.database_url is None and not (data / "postgres").is_dir():
+        raise typer.BadParameter(
+            f"there is no database in {data}; name the folder of a coordinator, run 'coordinator migrate' to make one "
+            "there, or set DATABASE_URL"
+        )
+    with database_url(settings, _say) as url:
         created = asyncio.run(_create_token(url, body))
     typer.echo(created.token)
 

@@ -33,6 +33,15 @@ router = APIRouter(prefix="/v1/runs/{run_id}", tags=["runs"])
 
 RECENT_SECONDS = 300.0
 
+# Whether the active version was withdrawn, since when, and the version that could follow it.
+WITHDRAWN = text("""
+    SELECT v.version, v.ended_at, (
+        SELECT max(n.version) FROM policy_versions n
+        WHERE n.run_no = v.run_no AND n.version > v.version AND n.state IN ('prepared', 'committed')) AS next_version
+    FROM runs r JOIN policy_versions v ON v.run_no = r.run_no AND v.version = r.active_version
+    WHERE r.run_no = :run_no AND v.state = 'withdrawn'
+""")
+
 GROUPS = text("""
     SELECT count(*) FILTER (WHERE NOT stale AND whole AND NOT held) AS ready,
         count(*) FILTER (WHERE NOT stale AND NOT whole) AS incomplete,
@@ -111,6 +120,7 @@ async def diagnose(connection: AsyncConnection, run_id: str) -> Diagnosis:
     ]
     tickets = (await connection.execute(TICKETS, keys)).one()
     opened = await _activation(connection, run)
+    withdrawn = (await connection.execute(WITHDRAWN, keys)).one_or_none()
     last_commit_at: datetime | None = await connection.scalar(queries.LAST_BOUND, keys)
     present = [w for w in workers if w.deregistered_at is None]
     producers = Producers(
@@ -127,7 +137,7 @@ async def diagnose(connection: AsyncConnection, run_id: str) -> Diagnosis:
     )
     return Diagnosis(
         at=tickets.now,
-        blockers=_blockers(producers, rewards, standing, updates, opened, groups.held_until, last_commit_at),
+        blockers=_blockers(withdrawn, producers, rewards, standing, updates, opened, groups.held_until, last_commit_at),
         producers=producers,
         rewards=rewards,
         groups=standing,
@@ -157,6 +167,7 @@ async def _activation(connection: AsyncConnection, run: Run) -> ActivationStandi
 
 
 def _blockers(
+    withdrawn: Any,
     producers: Producers,
     rewards: RewardsWaiting,
     groups: GroupsStanding,
@@ -171,6 +182,14 @@ def _blockers(
     def add(code: BlockerCode, detail: str, since: datetime | None, next_step: str) -> None:
         found.append(Blocker(code=code, detail=detail, since=since, next_step=next_step))
 
+    if withdrawn is not None:
+        number = withdrawn.next_version
+        add(
+            "active_withdrawn",
+            f"version {withdrawn.version} was withdrawn: what is made with it is quarantined",
+            withdrawn.ended_at,
+            f"Open an activation of version {number}." if number is not None else "Prepare and activate a version.",
+        )
     nothing_ready = groups.ready == 0 and not any(update.reserved for update in updates)
     if not producers.live and not producers.draining and not producers.lost:
         add("no_workers", "no worker is registered", producers.last_heartbeat, "Start a worker agent.")

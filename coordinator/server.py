@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import ipaddress
 import os
 import signal
@@ -116,6 +117,24 @@ def bind(host: str, port: int, address_file: Path) -> socket.socket:
     raise AssertionError("unreachable")
 
 
+@contextlib.contextmanager
+def _served_alone(data: Path) -> Iterator[None]:
+    """One server per data folder: a second one would take over its address file, and its port at the next start."""
+    lock = os.open(data / "serving.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        where = (data / "address").read_text().strip() if (data / "address").exists() else "another address"
+        raise ServerError(
+            f"{data} is served already, at {where}; several servers need one DATABASE_URL, see the docs on operating"
+        ) from error
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
 def _exit(number: int, _: object) -> None:
     raise SystemExit(0)
 
@@ -127,8 +146,11 @@ def serve_forever(settings: Settings, host: str, port: int, say: Say) -> None:
     signal.signal(signal.SIGTERM, _exit)
     settings.data.mkdir(parents=True, exist_ok=True)
     address_file = settings.data / "address"
-    listener = bind(host, port, address_file)
-    with contextlib.closing(listener), database_url(settings, say) as url:
+    with contextlib.ExitStack() as stack:
+        if settings.database_url is None:
+            stack.enter_context(_served_alone(settings.data))
+        listener = stack.enter_context(contextlib.closing(bind(host, port, address_file)))
+        url = stack.enter_context(database_url(settings, say))
         if settings.database_url is None:
             upgrade(url)
         asyncio.run(_prepare(url, settings, _is_loopback(host), say))

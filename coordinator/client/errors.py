@@ -74,7 +74,7 @@ class Refused(CoordinatorError):
         self.field = document.field
         self.item = document.item
         where = "".join(f" [{name} {value}]" for name, value in (("field", self.field), ("item", self.item)) if value)
-        super().__init__(f"{self.code} ({self.status}){where}: {self.detail} {self.next_step}".rstrip())
+        super().__init__(f"{self.code} ({self.status}){where}: {self.detail}; {self.next_step}".rstrip("; "))
 
 
 class UpdateFenced(Refused):

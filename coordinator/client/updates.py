@@ -194,9 +194,12 @@ class Update:
         stepped. `use` labels each trajectory for lineage. `confirm_drift` says that the log-probs were
         checked after a `DriftSuspect`.
 
-        Raises ValueError where the log-probs do not match the candidates, `LineConflict`, `DriftSuspect`.
+        Raises ValueError where there are no candidates or the log-probs do not match them, `LineConflict`,
+        `DriftSuspect`.
         """
         self._check()
+        if not candidates:
+            raise ValueError(f"there are no candidates to reserve: {candidates.empty or 'none were given'}")
         rows = run_blocking(_rows, candidates, current_log_probs)
         if use is not None and len(use) != len(candidates):
             raise ValueError(f"{len(use)} labels for {len(candidates)} candidates")

@@ -120,7 +120,7 @@ async def report_generation_failures(
     return answer
 
 
-@router.post("/rollouts/release", responses=refusals("run_unknown"))
+@router.post("/rollouts/release", responses=refusals("run_unknown", "update_unknown"))
 async def release_rollouts(
     run_id: RunId, body: Release, caller: Admin, database: DatabaseHere, changes: ChangesHere
 ) -> ReleaseAnswer:

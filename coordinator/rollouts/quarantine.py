@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from coordinator.errors import Refusal
 from coordinator.operations.access import Caller
 from coordinator.rollouts import groups
 from coordinator.rollouts.queries import (
@@ -44,6 +45,8 @@ QUARANTINE = f"""
     INSERT INTO rollout_audit (run_no, rollout_id, revision, event, from_state, to_state, reason, actor)
     SELECT :run_no, rollout_id, revision, 'quarantine', from_state, 'quarantined', :reason, :actor FROM moved
 """
+
+UPDATE_THERE = text("SELECT update_id FROM updates WHERE run_no = :run_no AND update_id = :update_id")
 
 # What one update quarantined: refused at its reserve (one revision later), or held when it ended (two).
 QUARANTINED_BY = """
@@ -163,6 +166,8 @@ async def release(connection: AsyncConnection, run_id: str, body: Release, calle
         named = sorted(set(body.rollout_ids))
     else:
         keys = {"run_no": run.run_no, "update_id": body.update_id, "reason": body.reason}
+        if await connection.scalar(UPDATE_THERE, keys) is None:
+            raise Refusal("update_unknown", f"run {run_id} has no update {body.update_id}")
         named = list((await connection.scalars(text(QUARANTINED_BY), keys)).all())
     group_ids = await groups.lock_of_rollouts(connection, run, named)
     siblings = await connection.scalars(

@@ -10,6 +10,7 @@ from pydantic import Field
 from coordinator.wire.base import WireModel
 
 BlockerCode = Literal[
+    "active_withdrawn",
     "no_workers",
     "no_live_producers",
     "workers_fenced",

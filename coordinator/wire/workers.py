@@ -61,7 +61,7 @@ class AckVerdict(WireModel):
     """What an ack counted for. `activation` is there while one is open for this version."""
 
     matching: bool
-    reason: Literal["ok", "worker_mismatch", "caches_not_reset"]
+    reason: Literal["ok", "worker_mismatch", "policy_withdrawn", "caches_not_reset"]
     detail: str | None
     activation: ActivationVerdict | None
 

@@ -176,7 +176,10 @@ async def fence(
 
 
 async def take_ack(connection: AsyncConnection, run_id: str, worker_id: str, body: Ack, caller: Caller) -> AckVerdict:
-    """Stores what a worker says it serves. A mismatch vouches for nothing and fences; the right ack lifts that."""
+    """Stores what a worker says it serves. A mismatch vouches for nothing and fences; the right ack lifts that.
+
+    Who serves a withdrawn version rightly, as workers do until the restoring one is active, is not fenced for it.
+    """
     run = await lock_run(connection, run_id)
     worker = await _live(connection, run, worker_id, body.incarnation)
     policy = await find_version(connection, run.run_no, body.version)
@@ -186,7 +189,8 @@ async def take_ack(connection: AsyncConnection, run_id: str, worker_id: str, bod
         reason = "worker_mismatch"
         detail = f"serves {body.artifact_hash}, version {body.version} is {policy.artifact_hash}"
     elif policy.state in ("abandoned", "withdrawn"):
-        reason, detail = "worker_mismatch", f"version {body.version} is {policy.state}"
+        reason = "policy_withdrawn"
+        detail = f"version {body.version} is {policy.state}: what is made with it is quarantined"
     elif left:
         reason, detail = "caches_not_reset", f"not reset: {', '.join(left)}"
     opened = (await connection.execute(policy_queries.OPEN_ACTIVATION, {"run_no": run.run_no})).one_or_none()
@@ -219,7 +223,7 @@ async def take_ack(connection: AsyncConnection, run_id: str, worker_id: str, bod
             caches_reset=parameters["caches_reset"],
             activation_id=activation_id,
         )
-    if reason != "ok" and worker.fenced_reason is None:
+    if reason not in ("ok", "policy_withdrawn") and worker.fenced_reason is None:
         await _fence(connection, run, worker_id, reason, caller.actor)
     if reason == "ok" and worker.fenced:
         await _fence(connection, run, worker_id, None, caller.actor)

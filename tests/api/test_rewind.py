@@ -177,7 +177,8 @@ async def test_an_open_activation_of_a_withdrawn_version_fails(ledger: Ledger) -
     assert (answer["withdrawn_versions"], answer["restoring"]) == ([1], None)
     activation = await ledger.get("/activations/a1")
     assert (activation["state"], activation["reason"].split(":")[0]) == ("failed", "policy_withdrawn")
-    assert (await ledger.ack("w", 1))["reason"] == "worker_mismatch"
+    assert (await ledger.ack("w", 1))["reason"] == "policy_withdrawn"
+    assert not (await ledger.get("/workers"))["workers"][0]["fenced"]
 
 
 async def test_stale_against_a_withdrawn_version_comes_back(api: Api) -> None:
@@ -217,3 +218,19 @@ async def test_nothing_restorable_is_said(api: Api) -> None:
         await connection.execute(text("UPDATE policy_versions SET kind = 'stream' WHERE version = 0"))
     answer = await rewind(ledger, 0)
     assert (answer["restoring"], answer["no_restorable_version"]) == (None, True)
+
+
+async def test_a_worker_that_comes_back_before_the_restoring_version_is_active_can_confirm_it(ledger: Ledger) -> None:
+    await commit(ledger, "u1", "g1", 0)
+    await publish(ledger, 1, ["u1"])
+    restoring = (await rewind(ledger, 0))["restoring"]
+    first = (await ledger.get("/diagnosis"))["blockers"][0]
+    assert (first["code"], first["next_step"]) == ("active_withdrawn", "Open an activation of version 2.")
+    await ledger.worker("w", "w-2", ack=False)
+    verdict = await ledger.ack("w", 1, incarnation="w-2")
+    assert (verdict["matching"], verdict["reason"]) == (False, "policy_withdrawn")
+    ledger.hashes[2] = restoring["artifact_hash"]
+    ok(await ledger.activation(2))
+    assert (await ledger.ack("w", 2, incarnation="w-2"))["matching"]
+    assert (await ledger.get(""))["active"]["version"] == 2
+    assert "active_withdrawn" not in {b["code"] for b in (await ledger.get("/diagnosis"))["blockers"]}

@@ -124,3 +124,18 @@ def test_what_is_no_http_is_answered_by_a_problem_document(server: ServerProcess
         assert b"content-type: application/problem+json" in head
         assert json.loads(body)["code"] == "malformed_http"
     assert httpx.get(f"{server.url}/healthz").status_code == 200
+
+
+def test_a_data_folder_is_served_once(server: ServerProcess) -> None:
+    before = server.url
+    line = refusal(coordinator("serve", "--port", "0", "--data", str(server.data)))
+    assert f"is served already, at {before}" in line
+    assert server.url == before
+    assert httpx.get(f"{server.url}/readyz", trust_env=False).status_code == 200
+
+
+def test_a_token_for_a_folder_without_a_database_makes_none(tmp_path: Path) -> None:
+    done = coordinator("token", "create", "--name", "n", "--role", "admin", "--data", str(tmp_path / "nowhere"))
+    assert done.returncode == 2
+    assert "there is no database in" in done.stderr
+    assert not (tmp_path / "nowhere").exists()
