@@ -51,7 +51,9 @@ GROUPS = text("""
         max(held_until) FILTER (WHERE held) AS held_until
     FROM (
         SELECT g.first_arrival_at, g.held_until,
-            COALESCE(g.held_until > clock_timestamp(), false) AS held,
+            COALESCE(g.held_until > clock_timestamp(), false) AND EXISTS (
+                SELECT FROM updates u WHERE u.run_no = g.run_no AND u.update_id = g.held_by
+                    AND u.state = 'open' AND u.lease_until > clock_timestamp()) AS held,
             :gate_lag AND g.freshest_clock < CAST(:active_clock AS int) - CAST(:max_lag AS int) AS stale,
             g.rewarded >= :usable_needed AND (g.settled OR g.deadline_at <= clock_timestamp()) AS whole
         FROM groups g WHERE g.run_no = :run_no AND g.state = 'open' AND g.rewarded > 0
@@ -131,13 +133,16 @@ async def diagnose(connection: AsyncConnection, run_id: str) -> Diagnosis:
         suspect=[w.worker_id for w in present if w.suspect_reason is not None],
         last_heartbeat=max((w.heartbeat_at for w in workers), default=None),
     )
+    serving = sum(not w.lost and not w.draining and w.fenced_reason is None for w in present)
     rewards = RewardsWaiting.model_validate(dict(unrewarded._mapping))
     standing = GroupsStanding(
         ready=groups.ready, incomplete=groups.incomplete, stale=groups.stale, held=groups.held, oldest=groups.oldest
     )
     return Diagnosis(
         at=tickets.now,
-        blockers=_blockers(withdrawn, producers, rewards, standing, updates, opened, groups.held_until, last_commit_at),
+        blockers=_blockers(
+            withdrawn, producers, serving, rewards, standing, updates, opened, groups.held_until, last_commit_at
+        ),
         producers=producers,
         rewards=rewards,
         groups=standing,
@@ -169,6 +174,7 @@ async def _activation(connection: AsyncConnection, run: Run) -> ActivationStandi
 def _blockers(
     withdrawn: Any,
     producers: Producers,
+    serving: int,
     rewards: RewardsWaiting,
     groups: GroupsStanding,
     updates: list[OpenUpdateStanding],
@@ -200,7 +206,7 @@ def _blockers(
             producers.last_heartbeat,
             "Look at the workers' logs and restart them; a lost one is live again with its next heartbeat.",
         )
-    elif producers.fenced >= producers.live:
+    elif not serving:
         add("workers_fenced", f"{producers.fenced} fenced", None, "Let them load and ack the active version whole.")
     if opened is not None:
         silent = ", ".join([*opened.missing_workers, *opened.mismatched_workers])
@@ -211,14 +217,15 @@ def _blockers(
             opened.opened_at,
             "Look at those workers, or give the activation up; the old version stays active meanwhile.",
         )
-    if nothing_ready and rewards.waiting:
+    rewarded = groups.incomplete or groups.stale or groups.held
+    if nothing_ready and (rewards.waiting or (rewards.failed and not rewarded)):
         add(
             "waiting_for_rewards",
             f"{rewards.waiting} rollouts have no reward yet, {rewards.failed} failed",
             rewards.oldest,
             "Look at the reward service; failures are listed by GET failures?stage=reward.",
         )
-    elif nothing_ready and not (groups.incomplete or groups.stale or groups.held):
+    elif nothing_ready and not rewarded:
         add("nothing_generated", "no open group has a member", last_commit_at, "Give the workers tasks.")
     if nothing_ready and groups.incomplete:
         add(
