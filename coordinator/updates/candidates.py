@@ -77,7 +77,11 @@ async def hold(
     if not enough and not last:
         return None
     if not held and not own:
-        facts = parameters | {"lost_after_seconds": settings.lost_after_seconds, "contract_no": only["contract_no"]}
+        facts = parameters | {
+            "lost_after_seconds": settings.lost_after_seconds,
+            "hold_seconds": settings.hold_seconds,
+            "contract_no": only["contract_no"],
+        }
         return Offer(empty=await _why_empty(connection, facts))
     oldest_first = sorted(held, key=lambda g: (g.oldest_clock, g.first_arrival_at, g.group_id))
     group_ids = [g.group_id for g in own] + [g.group_id for g in oldest_first]
@@ -126,15 +130,14 @@ async def _bind(
 
 
 async def _why_empty(connection: AsyncConnection, parameters: dict[str, Any]) -> EmptyReason:
-    keys = ("run_no", "lost_after_seconds", "lag_clock", "max_lag", "update_id", "usable_needed", "contract_no")
-    facts = (await connection.execute(queries.EMPTY, {key: parameters[key] for key in keys})).one()
+    facts = (await connection.execute(queries.EMPTY, parameters)).one()
     since: datetime | None
     if facts.rewarded_groups:
         first = facts.first_arrival_at
         if facts.stale == facts.rewarded_groups:
             return EmptyReason(reason="all_stale", since=first)
         if facts.held:
-            return EmptyReason(reason="held_by_others", since=facts.held_until)
+            return EmptyReason(reason="held_by_others", since=facts.held_since)
         if facts.ahead + facts.stale == facts.rewarded_groups:
             return EmptyReason(reason="ahead_of_update", since=first)
         if facts.other_contract + facts.stale == facts.rewarded_groups:

@@ -54,15 +54,19 @@ NAME_LINE = text("""
     WHERE run_no = :run_no AND update_id = :update_id AND after_commit_no IS NULL
 """)
 
+# The update that holds the group lives: a hold ends with it.
+_HOLDER_LIVES = """EXISTS (
+        SELECT FROM updates u WHERE u.run_no = g.run_no AND u.update_id = g.held_by
+            AND u.state = 'open' AND u.lease_until > clock_timestamp())"""
+
 # A group that this update may be offered: whole, admissible and not held by another update that lives.
-_OFFERED = """
+_OFFERED = f"""
     g.run_no = :run_no AND g.state = 'open' AND g.rewarded >= :usable_needed AND g.rewarded > 0
     AND (g.settled OR g.deadline_at <= clock_timestamp())
     AND g.newest_clock <= :lag_clock
     AND (NOT :gate_lag OR g.freshest_clock >= :lag_clock - CAST(:max_lag AS int))
-    AND (g.held_by IS NULL OR g.held_by = :update_id OR g.held_until <= clock_timestamp() OR NOT EXISTS (
-        SELECT FROM updates u WHERE u.run_no = g.run_no AND u.update_id = g.held_by
-            AND u.state = 'open' AND u.lease_until > clock_timestamp()))
+    AND (g.held_by IS NULL OR g.held_by = :update_id OR g.held_until <= clock_timestamp()
+         OR NOT {_HOLDER_LIVES})
 """
 _OWN_FIRST = "(g.held_by IS NOT DISTINCT FROM :update_id) DESC, g.oldest_clock, g.first_arrival_at, g.group_id"
 
@@ -129,7 +133,7 @@ CANDIDATES = """
 """
 
 # Why no candidate is there, and since when.
-EMPTY = text("""
+EMPTY = text(f"""
     SELECT
         (SELECT max(heartbeat_at) FROM workers WHERE run_no = :run_no) AS last_heartbeat,
         EXISTS (SELECT FROM workers WHERE run_no = :run_no AND deregistered_at IS NULL AND NOT draining
@@ -137,15 +141,18 @@ EMPTY = text("""
         o.*
     FROM (
         SELECT count(*) AS rewarded_groups,
-            count(*) FILTER (WHERE g.freshest_clock < :lag_clock - CAST(:max_lag AS int)) AS stale,
+            count(*) FILTER (WHERE :gate_lag AND g.freshest_clock < :lag_clock - CAST(:max_lag AS int)) AS stale,
             count(*) FILTER (WHERE g.newest_clock > :lag_clock) AS ahead,
             count(*) FILTER (WHERE g.rewarded < :usable_needed
                              OR NOT (g.settled OR g.deadline_at <= clock_timestamp())) AS incomplete,
-            count(*) FILTER (WHERE g.held_by <> :update_id AND g.held_until > clock_timestamp()) AS held,
             count(*) FILTER (WHERE g.contract_no <> CAST(:contract_no AS int)) AS other_contract,
             min(g.first_arrival_at) AS first_arrival_at,
-            max(g.held_until) AS held_until
-        FROM groups g WHERE g.run_no = :run_no AND g.state = 'open' AND g.rewarded > 0
+            count(*) FILTER (WHERE h.others) AS held,
+            min(g.held_until) FILTER (WHERE h.others) - make_interval(secs => :hold_seconds) AS held_since
+        FROM groups g, LATERAL (
+            SELECT g.held_by <> :update_id AND g.held_until > clock_timestamp() AND {_HOLDER_LIVES} AS others
+        ) AS h
+        WHERE g.run_no = :run_no AND g.state = 'open' AND g.rewarded > 0
     ) AS o
 """)
 
