@@ -265,23 +265,41 @@ async def take_in(connection: AsyncConnection, run: Run, arrived: Arrived, calle
     await _require_room(connection, run, items)
     verdicts: dict[int, ArrivalVerdict] = {}
     numbers: dict[int, int] = {}
+    claimed = sorted({getattr(item.identity, run.group_column) for item in items})
     if items:
         numbers = await _contract_numbers(connection, run, items)
         items, mismatched = await _claim_groups(connection, run, items, numbers)
         faults = faults | mismatched
-    first, repeats = _first_of_each(items)
     verdicts |= await _refuse(connection, run, faults, columns, caller)
-    if first:
-        verdicts |= await _store(connection, run, first, numbers, caller)
-        verdicts |= await _store_rewards(connection, run, first, verdicts, caller)
-    for item, other in repeats:
+    fallen: dict[str, int] = {}
+    repeated: list[tuple[Item, Item]] = []
+    while items:
+        first, repeats = _first_of_each(items)
+        stored, fell = await _store(connection, run, first, numbers, caller)
+        verdicts |= stored
+        fallen |= fell
+        rewarded, fell = await _store_rewards(connection, run, first, verdicts, caller)
+        verdicts |= rewarded
+        fallen |= fell
+        # Only what is here stands in the way of a repeat: where the first of them conflicts, the next may be taken in.
+        repeated += [(item, other) for item, other in repeats if verdicts[other.place].verdict != "conflict"]
+        items = [item for item, other in repeats if verdicts[other.place].verdict == "conflict"]
+    for place, verdict in verdicts.items():  # a member may take its siblings along
+        if verdict.verdict in ("accepted", "duplicate") and verdict.rollout_id in fallen:
+            fell_with = {"state": "offline", "revision": fallen[verdict.rollout_id], "reason": "group_refused"}
+            verdicts[place] = verdict.model_copy(update=fell_with)
+    for item, other in repeated:
         same = item.content_hash == other.content_hash and (item.identity.rollout_id == other.identity.rollout_id)
         before = verdicts[other.place]
         verdicts[item.place] = ArrivalVerdict(
             rollout_id=item.identity.rollout_id,
-            verdict="duplicate" if same and before.verdict != "conflict" else "conflict",
+            verdict="duplicate" if same else "conflict",
             state=before.state if same else None,
             revision=before.revision if same else None,
+        )
+    if any(verdict.verdict == "conflict" for verdict in verdicts.values()):
+        await connection.execute(
+            queries.for_run(queries.DROP_EMPTY_GROUPS, run.group_column), {"run_no": run.run_no, "group_ids": claimed}
         )
     return ArrivalAnswer(verdicts=[verdicts[place] for place in range(len(columns))])
 
@@ -376,15 +394,18 @@ async def count_rejections(connection: AsyncConnection, run: Run, rejected: Iter
 
 async def _store_rewards(
     connection: AsyncConnection, run: Run, items: list[Item], verdicts: dict[int, ArrivalVerdict], caller: Caller
-) -> dict[int, ArrivalVerdict]:
-    """Stores the rewards that came with rollouts that are here, now or from an earlier sending."""
+) -> tuple[dict[int, ArrivalVerdict], dict[str, int]]:
+    """Stores the rewards that came with rollouts that are here, now or from an earlier sending.
+
+    Answers the verdicts of these, and the rollouts that fell with their groups: id -> revision.
+    """
     rewarded = [
         (item.place, Reward(rollout_id=item.identity.rollout_id, **item.identity.reward.model_dump()))
         for item in items
         if item.identity.reward is not None and verdicts[item.place].verdict != "conflict"
     ]
     if not rewarded:
-        return {}
+        return {}, {}
     answers, fallen = await store_rewards(connection, run, [reward for _, reward in rewarded], caller)
     after = {
         place: verdicts[place].model_copy(
@@ -396,11 +417,7 @@ async def _store_rewards(
         )
         for (place, _), answer in zip(rewarded, answers, strict=True)
     }
-    for item in items:  # the reward of one member may take its siblings along
-        if item.identity.rollout_id in fallen and verdicts[item.place].verdict != "conflict":
-            fell = {"state": "offline", "revision": fallen[item.identity.rollout_id], "reason": "group_refused"}
-            after[item.place] = after.get(item.place, verdicts[item.place]).model_copy(update=fell)
-    return after
+    return after, fallen
 
 
 def _first_of_each(items: Iterable[Item]) -> tuple[list[Item], list[tuple[Item, Item]]]:
@@ -422,7 +439,8 @@ def _first_of_each(items: Iterable[Item]) -> tuple[list[Item], list[tuple[Item, 
 
 async def _store(
     connection: AsyncConnection, run: Run, items: list[Item], numbers: dict[int, int], caller: Caller
-) -> dict[int, ArrivalVerdict]:
+) -> tuple[dict[int, ArrivalVerdict], dict[str, int]]:
+    """The verdicts, and the rollouts that fell with groups that these arrivals made hopeless: id -> revision."""
     group_ids = sorted({getattr(item.identity, run.group_column) for item in items})
     spans = [
         (n, span, acts)
@@ -476,10 +494,6 @@ async def _store(
             {"run_no": run.run_no, "rollout_ids": [item.identity.rollout_id for item in left_out]},
         )
         found = {row.rollout_id: row for row in rows}
-        await connection.execute(
-            queries.for_run(queries.DROP_EMPTY_GROUPS, run.group_column),
-            {"run_no": run.run_no, "group_ids": group_ids},
-        )
     fallen = await groups.refresh(connection, run, group_ids, caller.actor) if placed else {}
     verdicts: dict[int, ArrivalVerdict] = {}
     for item in items:
@@ -494,12 +508,11 @@ async def _store(
             )
             verdicts[item.place] = ArrivalVerdict(rollout_id=rollout_id, verdict="conflict", detail=detail)
             continue
-        fell = rollout_id in fallen  # with its group, which a sibling in this batch made hopeless
         verdicts[item.place] = ArrivalVerdict(
             rollout_id=rollout_id,
             verdict="accepted" if new else "duplicate",
-            state="offline" if fell else row.state,
-            revision=fallen[rollout_id] if fell else row.revision,
-            reason="group_refused" if fell else row.reason,
+            state=row.state,
+            revision=row.revision,
+            reason=row.reason,
         )
-    return verdicts
+    return verdicts, fallen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any, Literal
 
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -67,6 +68,10 @@ _COLUMNS = (
 )  # fmt: skip
 
 
+Placed = tuple[int, GenerationFailure]
+"""A failure and its place in the batch."""
+
+
 def _hash(failure: GenerationFailure) -> bytes:
     """What makes two reports the same; a report that is sent again may be worded otherwise."""
     return bytes.fromhex(canonical_hash(failure.model_dump(exclude={"kind", "message"})))
@@ -78,37 +83,61 @@ async def take_failures(
     """Records failed attempts and answers one verdict for each, in the order sent."""
     run = await get_run(connection, run_id)
     verdicts: dict[int, ArrivalVerdict] = {}
-    first: dict[str, tuple[int, GenerationFailure]] = {}
-    members: set[tuple[str, int, int]] = set()
-    repeats: list[tuple[int, GenerationFailure]] = []
+    good: list[tuple[int, GenerationFailure]] = []
     rejected: list[tuple[str, Fault]] = []
     for place, failure in enumerate(body.failures):
         fault = member_fault(failure, run, caller)
-        member = (failure.group_id, failure.sample_index, failure.attempt)
-        if fault is not None:
-            rejected.append((caller.worker_id or failure.worker_id, fault))
-            log.info("run %s: rejected %s from %s: %s", run_id, failure.rollout_id, caller.actor, fault.detail)
-            verdicts[place] = ArrivalVerdict(
-                rollout_id=failure.rollout_id, verdict="rejected", reason=fault.code, detail=fault.detail
-            )
-        elif failure.rollout_id in first or member in members:
-            repeats.append((place, failure))
-        else:
-            first[failure.rollout_id] = (place, failure)
-            members.add(member)
-    await count_rejections(connection, run, rejected)
-    if first:
-        verdicts |= await _store(connection, run, list(first.values()), caller)
-    for place, failure in repeats:
-        earlier = first.get(failure.rollout_id)
-        same = earlier is not None and _hash(earlier[1]) == _hash(failure)
+        if fault is None:
+            good.append((place, failure))
+            continue
+        rejected.append((caller.worker_id or failure.worker_id, fault))
+        log.info("run %s: rejected %s from %s: %s", run_id, failure.rollout_id, caller.actor, fault.detail)
         verdicts[place] = ArrivalVerdict(
-            rollout_id=failure.rollout_id,
-            verdict="duplicate" if same else "conflict",
-            state="generation_failed" if same else None,
-            revision=0 if same else None,
+            rollout_id=failure.rollout_id, verdict="rejected", reason=fault.code, detail=fault.detail
+        )
+    await count_rejections(connection, run, rejected)
+    group_ids = sorted({getattr(failure, run.group_column) for _, failure in good})
+    await groups.claim(connection, run, dict.fromkeys(group_ids))
+    while good:
+        first, repeats = _first_of_each(good)
+        verdicts |= await _store(connection, run, first, caller)
+        good = []
+        for (place, failure), (earlier_place, earlier) in repeats:
+            if verdicts[earlier_place].verdict == "conflict":  # it is not here, and not in the way
+                good.append((place, failure))
+                continue
+            same = failure.rollout_id == earlier.rollout_id and _hash(failure) == _hash(earlier)
+            verdicts[place] = _verdict(failure, "duplicate" if same else "conflict")
+    if any(verdict.verdict == "conflict" for verdict in verdicts.values()):
+        await connection.execute(
+            queries.for_run(queries.DROP_EMPTY_GROUPS, run.group_column),
+            {"run_no": run.run_no, "group_ids": group_ids},
         )
     return ArrivalAnswer(verdicts=[verdicts[place] for place in range(len(body.failures))])
+
+
+def _first_of_each(items: list[Placed]) -> tuple[list[Placed], list[tuple[Placed, Placed]]]:
+    """Within one batch the first of a rollout_id, or of a (group, sample, attempt), wins over later ones."""
+    first: list[Placed] = []
+    repeats: list[tuple[Placed, Placed]] = []
+    seen: dict[Any, Placed] = {}
+    for item in items:
+        failure = item[1]
+        keys = (failure.rollout_id, (failure.group_id, failure.sample_index, failure.attempt))
+        earlier = next((seen[key] for key in keys if key in seen), None)
+        if earlier is not None:
+            repeats.append((item, earlier))
+            continue
+        seen.update(dict.fromkeys(keys, item))
+        first.append(item)
+    return first, repeats
+
+
+def _verdict(failure: GenerationFailure, verdict: Literal["accepted", "duplicate", "conflict"]) -> ArrivalVerdict:
+    if verdict == "conflict":
+        detail = "this rollout_id or this attempt of the member is taken"
+        return ArrivalVerdict(rollout_id=failure.rollout_id, verdict=verdict, detail=detail)
+    return ArrivalVerdict(rollout_id=failure.rollout_id, verdict=verdict, state="generation_failed", revision=0)
 
 
 async def _store(
@@ -116,7 +145,6 @@ async def _store(
 ) -> dict[int, ArrivalVerdict]:
     failures = [failure for _, failure in items]
     group_ids = sorted({getattr(failure, run.group_column) for failure in failures})
-    await groups.claim(connection, run, dict.fromkeys(group_ids))
     await await_tombstones(connection, run, failures)
     rows = await connection.scalars(
         FAIL_GENERATION,
@@ -132,31 +160,16 @@ async def _store(
     if len(placed) < len(failures):
         left_out = [failure.rollout_id for failure in failures if failure.rollout_id not in placed]
         rows_known = await connection.execute(queries.FIND_KNOWN, {"run_no": run.run_no, "rollout_ids": left_out})
-        known = {row.rollout_id: row for row in rows_known}
-        await connection.execute(
-            queries.for_run(queries.DROP_EMPTY_GROUPS, run.group_column),
-            {"run_no": run.run_no, "group_ids": group_ids},
-        )
+        known = {row.rollout_id: row.content_hash for row in rows_known}
     if placed:
         redeemed = sorted({getattr(f, run.group_column) for f in failures if f.rollout_id in placed})
         await connection.execute(REDEEM, {"run_no": run.run_no, "group_ids": redeemed})
     await groups.refresh(connection, run, group_ids, caller.actor)
     verdicts: dict[int, ArrivalVerdict] = {}
     for place, failure in items:
-        row = known.get(failure.rollout_id)
         if failure.rollout_id in placed:
-            verdict, state, revision = "accepted", "generation_failed", 0
-        elif row is not None and row.content_hash == _hash(failure):
-            verdict, state, revision = "duplicate", row.state, row.revision
+            verdicts[place] = _verdict(failure, "accepted")
         else:
-            verdict, state, revision = "conflict", None, None
-        verdicts[place] = ArrivalVerdict.model_validate(
-            {
-                "rollout_id": failure.rollout_id,
-                "verdict": verdict,
-                "state": state,
-                "revision": revision,
-                "detail": "this rollout_id or this attempt of the member is taken" if verdict == "conflict" else None,
-            }
-        )
+            same = known.get(failure.rollout_id) == _hash(failure)
+            verdicts[place] = _verdict(failure, "duplicate" if same else "conflict")
     return verdicts

@@ -21,14 +21,21 @@ from coordinator.rollouts.queries import (
 from coordinator.runs.service import Run, get_run
 from coordinator.wire.rollouts import Release, ReleaseAnswer, ReleaseVerdict
 
-# What no update holds or consumed and that has tokens of one of these versions. It can only have arrived after the
-# first of them was prepared.
+# What no update holds or consumed and that has tokens of one of these versions. It arrived after the first of them was
+# prepared, or before that, was quarantined since nobody knew the version, and has been released since.
 UNCONSUMED_OF_VERSIONS = """
+    WITH since AS MATERIALIZED (
+        SELECT min(prepared_at) AS at FROM policy_versions
+        WHERE run_no = :run_no AND version = ANY(CAST(:versions AS int[]))
+    )
     SELECT rollout_id, {group} AS group_id FROM rollouts
     WHERE run_no = :run_no AND versions && CAST(:versions AS int[])
-      AND state IN ('generated', 'rewarded', 'reward_failed')
-      AND arrived_at >= (SELECT min(prepared_at) FROM policy_versions
-                         WHERE run_no = :run_no AND version = ANY(CAST(:versions AS int[])))
+      AND state IN ('generated', 'rewarded', 'reward_failed') AND arrived_at >= (SELECT at FROM since)
+    UNION
+    SELECT r.rollout_id, r.{group} AS group_id FROM rollout_audit a
+    CROSS JOIN LATERAL (SELECT * FROM rollouts WHERE run_no = :run_no AND rollout_id = a.rollout_id LIMIT 1) r
+    WHERE a.run_no = :run_no AND a.event = 'release' AND a.at >= (SELECT at FROM since)
+      AND r.versions && CAST(:versions AS int[]) AND r.state IN ('generated', 'rewarded', 'reward_failed')
 """
 
 # Quarantines what no update holds of these rollouts.

@@ -300,6 +300,7 @@ PIN_CONTRACT = text("""
     WHERE run_no = :run_no AND update_id = :update_id AND contract_no IS NULL
 """)
 
+# A ruleset is its name and its hash.
 BOUND_RULESETS = text("""
     SELECT DISTINCT s.ruleset_id || ' (' || left(s.ruleset_hash, 8) || ')' AS ruleset, m.ruleset_no
     FROM update_members m JOIN rulesets s USING (run_no, ruleset_no)
