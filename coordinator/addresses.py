@@ -59,7 +59,7 @@ HashFilter = Annotated[str | None, Query(pattern=r"^[0-9a-f]{64}$", description=
 TextFilter = Annotated[str | None, Query(max_length=200, pattern=r"^[^\x00]*$", description="just this text")]
 From = Annotated[AwareDatetime | None, BeforeValidator(_rfc3339), Query(description="at this time or later, RFC 3339")]
 Before = Annotated[AwareDatetime | None, BeforeValidator(_rfc3339), Query(description="before this time, RFC 3339")]
-AfterNumber = Annotated[int, Query(ge=0, le=2**62, description="continue after this number")]
+AfterNumber = Annotated[int, Query(ge=0, le=2**53, description="continue after this number")]
 AfterText = Annotated[
     str, Query(max_length=300, pattern=r"^[^\x00]*$", description="next_after of the answer to be continued")
 ]

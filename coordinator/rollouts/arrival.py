@@ -83,9 +83,11 @@ def decode_json(body: bytes) -> RolloutColumns:
     except ValidationError as whole:
         try:
             # Not json.loads: it lets half a surrogate pair through, which can be neither stored nor answered.
-            items = from_json(body)["rollouts"]
-        except (ValueError, TypeError, KeyError):
-            items = None
+            read = from_json(body)
+        except ValueError:
+            read = None
+        # A field beside `rollouts` is a fault of the whole call.
+        items = read["rollouts"] if isinstance(read, dict) and read.keys() == {"rollouts"} else None
         if isinstance(items, list) and len(items) > LARGEST_BATCH:
             raise Refusal("too_large", f"a batch holds at most {LARGEST_BATCH} rollouts, not {len(items)}") from whole
         if not isinstance(items, list) or not items:

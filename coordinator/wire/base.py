@@ -34,8 +34,11 @@ Real = Annotated[float, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 """true or false, and nothing that is taken for one of them."""
 
-Message = Annotated[str, StringConstraints(max_length=2000)]
-Label = Annotated[str, StringConstraints(max_length=200)]
+Text = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]
+"""Any text but a NUL, which Postgres cannot store. Each use sets its limits."""
+
+Message = Annotated[Text, StringConstraints(max_length=2000)]
+Label = Annotated[Text, StringConstraints(max_length=200)]
 """A short text. Every string that a caller sends has a limit: pydantic lets half a surrogate pair into one without."""
 
 LARGEST_BATCH = 4096

@@ -7,16 +7,22 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from coordinator.wire.base import Count, Identifier, Name, Sha256, Version, WireModel
+from coordinator.wire.base import Count, Identifier, Name, Sha256, Text, Version, WireModel
 
 Kind = Literal["base", "lora", "full"]
+
+_INNER = r"[^\x00-\x1f\x7f-\x9f\u2028\u2029\\/]"
+_OUTER = r"[^\x00-\x1f\x7f-\x9f\u2028\u2029\\/\s.]"
+_PART = rf"{_OUTER}({_INNER}*{_OUTER})?"
+_FILE_NAME = rf"^(?![A-Za-z]:){_PART}(/{_PART})*$"
+"""What `check_file_name` of the manifest's rules takes, for those who read the schema: it is the judge."""
 
 
 class BaseModelIdentity(WireModel):
     """The model that a policy builds on; sha256 is over its weights."""
 
-    name: str = Field(min_length=1, max_length=300)
-    revision: str = Field(min_length=1, max_length=200)
+    name: Text = Field(min_length=1, max_length=300)
+    revision: Text = Field(min_length=1, max_length=200)
     sha256: Sha256
 
 
@@ -30,7 +36,12 @@ class PolicyRef(WireModel):
 class ArtifactFile(WireModel):
     """One file of an artifact."""
 
-    name: Annotated[str, Field(min_length=1, max_length=255)]
+    name: str = Field(
+        min_length=1,
+        max_length=255,
+        description="with forward slashes for folders; no part begins or ends with a space or a dot",
+        json_schema_extra={"pattern": _FILE_NAME},
+    )
     size: Annotated[int, Field(strict=True, ge=0, le=2**53)]
     sha256: Sha256
 
@@ -130,7 +141,7 @@ class ActivationVerdict(WireModel):
 class GiveUp(WireModel):
     """Ends an activation; its version is abandoned."""
 
-    reason: str = Field(min_length=1, max_length=500)
+    reason: Text = Field(min_length=1, max_length=500)
 
 
 class Candidate(WireModel):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import Base64Bytes, BeforeValidator, Field, model_validator
+from pydantic import Base64Bytes, BeforeValidator, ConfigDict, Field, model_validator
 
 from coordinator.rules.identity import canonical_json
 from coordinator.wire.base import (
@@ -228,6 +228,16 @@ class RewardAnswer(WireModel):
 class RescoredReward(WireModel):
     """The new reward of one member: a finite value, or components whose sum it is."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "if": {"required": ["value"], "properties": {"value": {"type": "number"}}},
+            "else": {
+                "required": ["components"],
+                "properties": {"components": {"type": "object", "minProperties": 1}},
+            },
+        }
+    )
+
     rollout_id: Identifier
     value: Real | None = None
     components: Components | None = None
@@ -280,6 +290,17 @@ class GenerationFailureBatch(WireModel):
 
 class Release(WireModel):
     """What to release from quarantine: by id, or everything that one update quarantined for one reason."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "if": {"required": ["rollout_ids"], "properties": {"rollout_ids": {"type": "array"}}},
+            "then": {"properties": {"update_id": {"type": "null"}, "reason": {"type": "null"}}},
+            "else": {
+                "required": ["update_id", "reason"],
+                "properties": {"update_id": {"type": "string"}, "reason": {"type": "string"}},
+            },
+        }
+    )
 
     rollout_ids: list[Identifier] | None = Field(None, min_length=1, max_length=4096)
     update_id: Identifier | None = None

@@ -50,7 +50,7 @@ class RunSettings(WireModel):
     mix_rulesets: bool = Field(True, strict=True, description="false: an update holds rewards of one ruleset only")
     reward_on_arrival: bool = Field(False, strict=True, description="a worker may send the reward with the rollout")
     storage_limit_bytes: int | None = Field(
-        None, strict=True, ge=1, le=2**62, description="stored evidence beyond which arrivals are answered 429"
+        None, strict=True, ge=1, le=2**53, description="stored evidence beyond which arrivals are answered 429"
     )
     evidence_retention_seconds: Retention | None = Field(
         None, description="how long what is consumed, quarantined or offline keeps its tokens; none: for ever"

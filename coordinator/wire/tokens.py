@@ -6,7 +6,7 @@ import re
 from datetime import datetime
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from coordinator.wire.base import Name, WireModel
 
@@ -15,6 +15,20 @@ Role = Literal["admin", "trainer", "worker", "reward", "viewer"]
 
 class CreateToken(WireModel):
     """A token of one role. Without a run it counts for every run; a worker's is bound to one worker id."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "if": {"properties": {"role": {"const": "worker"}}},
+            "then": {"required": ["worker_id"], "properties": {"worker_id": {"type": "string"}}},
+            "else": {"properties": {"worker_id": {"type": "null"}}},
+            "allOf": [
+                {
+                    "if": {"properties": {"role": {"const": "admin"}}},
+                    "then": {"properties": {"run_id": {"type": "null"}}},
+                }
+            ],
+        }
+    )
 
     name: Name
     role: Role

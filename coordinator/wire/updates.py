@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from coordinator.wire.base import LARGEST_RESERVATION, Count, Flag, Identifier, Real, Sha256, Version, WireModel
+from coordinator.wire.base import LARGEST_RESERVATION, Count, Flag, Identifier, Real, Sha256, Text, Version, WireModel
 
 Owner = Annotated[Identifier, Field(description="the incarnation of the trainer process that owns the update")]
 
@@ -46,6 +46,21 @@ class UpdateList(WireModel):
 
 class CandidatesRequest(WireModel):
     """Asks for whole groups that this update could reserve, and holds them for it."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "if": {"required": ["groups"], "properties": {"groups": {"type": "integer"}}},
+            "then": {"properties": {"rollouts": {"type": "null"}}},
+            "else": {"required": ["rollouts"], "properties": {"rollouts": {"type": "integer"}}},
+            "allOf": [
+                {
+                    "if": {"required": ["reserve"], "properties": {"reserve": {"const": True}}},
+                    "then": {"required": ["after_commit_no"], "properties": {"after_commit_no": {"type": "integer"}}},
+                    "else": {"properties": {"after_commit_no": {"type": "null"}}},
+                }
+            ],
+        }
+    )
 
     owner: Owner
     groups: int | None = Field(None, strict=True, ge=1, le=4096, description="how many whole groups")
@@ -152,7 +167,7 @@ class ReserveItem(WireModel):
         description="of the update's weights before its first optimizer step: [i] scores token_ids[i]; "
         "finite where action_mask is true, else anything; left out only where the run's drift_gate is off",
     )
-    use: str | None = Field(None, max_length=100, description="kept for lineage: chosen, rejected, a pair id")
+    use: Text | None = Field(None, max_length=100, description="kept for lineage: chosen, rejected, a pair id")
 
 
 class ReserveRequest(WireModel):
@@ -189,7 +204,7 @@ class Discard(WireModel):
     """A reserved rollout that was not used after all."""
 
     rollout_id: Identifier
-    reason: str = Field(min_length=1, max_length=200)
+    reason: Text = Field(min_length=1, max_length=200)
 
 
 class CommitUpdate(WireModel):
@@ -204,7 +219,7 @@ class AbortUpdate(WireModel):
     """Ends the update without consuming anything."""
 
     owner: Owner
-    reason: str = Field(min_length=1, max_length=500)
+    reason: Text = Field(min_length=1, max_length=500)
     quarantine: Flag = Field(False, description="quarantine what it holds instead of releasing it")
 
 

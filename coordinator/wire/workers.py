@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from coordinator.wire.base import Identifier, Label, Message, Sha256, Version, WireModel
+from coordinator.wire.base import Identifier, Label, Message, Sha256, Text, Version, WireModel
 from coordinator.wire.policies import ActivationVerdict
 
 
@@ -15,8 +15,8 @@ class RegisterWorker(WireModel):
     """One life of a worker process. A new incarnation voids the acks of the one before."""
 
     incarnation: Identifier
-    engine: str = Field(min_length=1, max_length=100)
-    engine_version: str = Field(min_length=1, max_length=100)
+    engine: Text = Field(min_length=1, max_length=100)
+    engine_version: Text = Field(min_length=1, max_length=100)
 
 
 class Heartbeat(WireModel):
@@ -53,7 +53,7 @@ class Ack(WireModel):
     incarnation: Identifier
     version: Version
     artifact_hash: Sha256
-    digest: str | None = Field(None, max_length=200, description="of the weights in the engine's memory")
+    digest: Text | None = Field(None, max_length=200, description="of the weights in the engine's memory")
     caches_reset: tuple[Label, ...] = Field((), fail_fast=True)
 
 
@@ -78,7 +78,7 @@ class WorkerFailure(WireModel):
 class FenceWorker(WireModel):
     """Takes a worker out until it loads and acks a version whole."""
 
-    reason: str = Field(min_length=1, max_length=500)
+    reason: Text = Field(min_length=1, max_length=500)
 
 
 class TicketRequest(WireModel):

@@ -5,13 +5,17 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 import httpx
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from sqlalchemy import text
+from starlette.routing import Match
 
 from coordinator.storage.database import Database
 from coordinator.tokens import service as tokens
+from coordinator.wire.problems import MEDIA_TYPE
 from coordinator.wire.tokens import CreateToken
 
 Json = dict[str, Any]
@@ -51,11 +55,29 @@ class Api:
             headers["authorization"] = f"Bearer {self.secrets.get(who, who)}"
         if body is not None:
             more["json"] = body
-        return await self.http.request(method, f"/v1{path}", headers=headers, **more)
+        response = await self.http.request(method, f"/v1{path}", headers=headers, **more)
+        assert_documented(self.app, response)
+        return response
 
     async def rows(self, statement: str, **parameters: Any) -> list[Any]:
         async with self.database.engine.connect() as connection:
             return list((await connection.execute(text(statement), parameters)).all())
+
+
+def assert_documented(app: FastAPI, response: httpx.Response) -> None:
+    """Whether the OpenAPI document has the answer's status for this call, and the code if it is a refusal."""
+    scope = {"type": "http", "method": response.request.method, "path": unquote(response.request.url.path)}
+    routes = (route for route in app.routes if isinstance(route, APIRoute) and route.matches(scope)[0] is Match.FULL)
+    route = next(routes, None)
+    if route is None:
+        assert response.status_code in (404, 405), response.text
+        return
+    answers = app.openapi()["paths"][route.path_format][scope["method"].lower()]["responses"]
+    answer = answers.get(str(response.status_code))
+    assert answer is not None, f"{route.name} does not document {response.status_code}: {response.text}"
+    if response.status_code >= 400:
+        code = response.json()["code"]
+        assert code in answer["content"][MEDIA_TYPE]["examples"], f"{route.name} does not document {code}"
 
 
 def ok(response: httpx.Response) -> Json:
