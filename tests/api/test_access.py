@@ -118,6 +118,7 @@ async def test_expired_and_revoked_tokens_are_refused(api: Api) -> None:
     late = ok(await api.call("POST", "/tokens", {"name": "b", "role": "viewer", "expires_at": past}))
     refused(await api.call("GET", "/runs", who=late["token"]), 401, "unauthenticated")
     refused(await api.call("POST", "/tokens", {"name": "b", "role": "viewer"}), 409, "token_conflict")
+    refused(await api.call("DELETE", "/tokens/none"), 404, "token_unknown")
 
 
 async def test_no_secret_is_stored(api: Api) -> None:

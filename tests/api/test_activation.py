@@ -58,6 +58,47 @@ async def test_the_last_ack_may_come_before_the_commit(ledger: Ledger) -> None:
     assert await active(ledger) == 1
 
 
+async def test_what_each_required_worker_said(ledger: Ledger) -> None:
+    for worker in ("v", "x"):
+        await ledger.worker(worker)
+    await ledger.publish(1, 0)
+    ok(await ledger.activation(1))
+    await ledger.ack("v", 1)
+    await ledger.ack("w", 1, "0" * 64)
+    required = (await ledger.get("/activations/act-1"))["required"]
+    assert [(w["worker_id"], w["ack"], w["acked_at"] is not None) for w in required] == [
+        ("v", "matching", True), ("w", "mismatched", True), ("x", "missing", False),
+    ]  # fmt: skip
+    assert required[1]["detail"].startswith("serves " + "0" * 64)
+
+
+async def test_a_version_that_was_given_up_takes_no_files_and_no_commit(ledger: Ledger) -> None:
+    ok(await ledger.prepare(1, 0))
+    ok(await ledger.activation(1))
+    ok(await ledger.call("POST", "/activations/act-1/give-up", {"reason": "a bad batch"}))
+    assert (await ledger.get("/policies/1"))["state"] == "abandoned"
+    refused(await ledger.upload(1), 409, "policy_state")
+    refused(await ledger.call("POST", "/policies/1/commit"), 409, "policy_state")
+    refused(await ledger.activation(1, "again"), 409, "policy_state")
+    refused(await ledger.open(version=1), 409, "policy_withdrawn")
+    assert (await ledger.ack("w", 1))["reason"] == "worker_mismatch"
+
+
+async def test_a_deregistered_worker_must_register_before_it_speaks(ledger: Ledger) -> None:
+    ok(await ledger.call("POST", "/workers/w/deregister", {"incarnation": "w-1"}))
+    assert (await ledger.get("/workers"))["workers"][0]["state"] == "deregistered"
+    body = {"incarnation": "w-1"}
+    for path, more in (("heartbeat", {}), ("drain", {}), ("tickets", {"group_ids": ["g"]})):
+        refused(await ledger.call("POST", f"/workers/w/{path}", body | more), 409, "incarnation_unknown")
+    await ledger.worker("w", "w-2")
+    assert (await ledger.get("/workers"))["workers"][0]["state"] == "live"
+
+
+async def test_a_file_that_no_disk_can_take(ledger: Ledger) -> None:
+    ok(await ledger.prepare(1, 0, files=[{"name": "w", "size": 2**53, "sha256": H}]))
+    refused(await ledger.upload(1, b"w", "w"), 507, "no_space")
+
+
 async def test_by_hand(ledger: Ledger) -> None:
     run = await Ledger.create(ledger.api, "hand", activation="by_hand")
     await run.worker()

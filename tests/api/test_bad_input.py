@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 
 from coordinator.wire.columns import ARROW_MEDIA_TYPE
 from tests.api.ledger import Ledger, ok, refused
@@ -100,6 +101,15 @@ async def test_fields_and_paths_of_the_wrong_shape(ledger: Ledger, method: str, 
     assert response.status_code in (404, 405, 422), response.text
     refused(response, response.status_code, response.json()["code"])
     assert len((await ledger.get("/journal"))["entries"]) == events
+
+
+async def test_a_fault_of_the_server_tells_nothing_of_its_inside(ledger: Ledger) -> None:
+    """A table that is gone is a fault that no check foresees."""
+    async with ledger.api.database.engine.begin() as connection:
+        await connection.execute(text("DROP TABLE rewinds"))
+    problem = refused(await ledger.call("GET", "/rewinds"), 500, "internal_error")
+    assert "rewinds" not in str(problem)
+    assert (await ledger.get(""))["run_id"] == "run"
 
 
 async def test_what_is_not_there(ledger: Ledger) -> None:

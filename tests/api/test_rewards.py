@@ -21,6 +21,8 @@ async def test_a_failed_reward_is_recorded_and_never_a_value(ledger: Ledger, sta
     assert [(f["stage"], f["kind"], f["rollout_id"]) for f in failures] == [("reward", status, "r")] * 2
     assert failures[0]["message"] == "the sandbox hung"
     assert await ledger.state("r") == ("reward_failed", None, 1)
+    change = (await ledger.get("/rollouts/r/history"))["transitions"][-1]
+    assert (change["event"], change["reason"]) == ("reward_fail", f"reward_{status}")
 
 
 async def test_a_late_good_reward_counts(ledger: Ledger) -> None:

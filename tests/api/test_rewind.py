@@ -76,6 +76,8 @@ async def test_what_later_updates_consumed_comes_back_once(ledger: Ledger) -> No
 async def test_what_was_consumed_may_stay_spent(ledger: Ledger) -> None:
     await commit(ledger, "u1", "g1", 0)
     answer = await rewind(ledger, 0, consumed="spent")
+    assert answer == (await ledger.get("/rewinds"))["rewinds"][0]
+    assert answer["consumed"] == "spent"
     assert (answer["rewound_updates"], answer["released"]) == (["u1"], 0)
     assert await ledger.state("g1:0") == ("consumed", None, 3)
     [late] = await ledger.submit(ledger.rollout("late", "g1", 0, attempt=0) | {"rollout_id": "g1:0"})
@@ -153,6 +155,9 @@ async def test_versions_of_rewound_updates_are_withdrawn_and_an_older_one_is_res
     # What was made with version 2 cannot be used; what was made with 1 can.
     assert await states(ledger, "new:0", *fresh) == [
         ("quarantined", "policy_withdrawn", 1), ("rewarded", None, 1), ("rewarded", None, 1),
+    ]  # fmt: skip
+    assert [p["state"] for p in (await ledger.get("/policies"))["policies"]] == [
+        "retired", "retired", "withdrawn", "withdrawn", "committed",
     ]  # fmt: skip
     refused(await ledger.open("x", 2), 409, "policy_withdrawn")
     [late] = await ledger.submit(ledger.rollout("later", "later", 0, 2))
