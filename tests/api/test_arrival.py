@@ -23,7 +23,15 @@ SPAN = {"version": 0, "artifact_hash": H, "start": 0, "end": 6}
         ({"sample_index": 2}, "sample_index_out_of_range", "group of 2"),
         ({"attempt": 1}, "attempt_out_of_range", "attempt 1"),
         ({"colour": "red"}, "invalid_field", "colour"),
+        ({"span_source": "guess"}, "invalid_field", "span_source"),
+        ({"worker_id": "a/b"}, "invalid_field", "worker_id"),
+        ({"incarnation": ""}, "invalid_field", "incarnation"),
+        ({"contract": {k: v for k, v in CONTRACT.items() if k != "dtype"}}, "missing_field", "contract.dtype"),
+        ({"contract": CONTRACT | {"colour": "red"}}, "invalid_field", "contract.colour"),
+        ({"generation": {"colour": "red"}}, "invalid_field", "generation.colour"),
         ({"spans": []}, "invalid_field", "spans"),
+        ({"spans": None}, "invalid_field", "spans"),
+        ({"spans": [{k: v for k, v in SPAN.items() if k != "artifact_hash"}]}, "missing_field", "artifact_hash"),
         ({"spans": [SPAN | {"version": "0"}]}, "invalid_field", "spans.0.version"),
         ({"spans": [SPAN | {"end": 5}]}, "spans_malformed", "token at 5"),
         ({"spans": [SPAN | {"end": 7}]}, "spans_malformed", "over 6 tokens"),
@@ -103,6 +111,40 @@ async def test_within_one_batch_the_first_wins(ledger: Ledger) -> None:
     r = ledger.rollout
     verdicts = await ledger.submit(r("b"), r("b"), r("b", task_id="x"), r("a"), r("c", index=1))
     assert [v["verdict"] for v in verdicts] == ["accepted", "duplicate", "conflict", "conflict", "accepted"]
+
+
+async def test_a_little_rounding_above_zero_is_allowed(ledger: Ledger) -> None:
+    """Engines round: up to 1e-4 is taken as it is."""
+    for n, (value, verdict) in enumerate(((0.0, "accepted"), (1e-4, "accepted"), (2e-4, "rejected"))):
+        body = ledger.rollout(f"r{n}", f"g{n}", behavior_log_probs=[None] * 3 + [-0.5, value, -0.5])
+        assert (await ledger.submit(body))[0]["verdict"] == verdict
+    kept = (await ledger.get("/rollouts/r1/evidence"))["behavior_log_probs"][4]
+    assert abs(kept - 1e-4) < 1e-9
+
+
+async def test_spans_come_from_an_engine_from_segments_or_from_the_dispatch(ledger: Ledger) -> None:
+    """In any order, with gaps where no action token lies; each is kept as it came."""
+    for source in ("engine", "segmented", "dispatch"):
+        spans = [
+            SPAN | {"artifact_hash": ledger.hashes[0], "start": start, "end": end} for start, end in ((5, 6), (3, 5))
+        ]
+        body = ledger.rollout(source, source, span_source=source, spans=spans)
+        assert [(v["verdict"], v["state"]) for v in await ledger.submit(body)] == [("accepted", "generated")]
+        view = await ledger.get(f"/rollouts/{source}")
+        assert [(s["start"], s["end"]) for s in view["spans"]] == [(3, 5), (5, 6)]
+        [row] = await ledger.api.rows("SELECT span_source FROM rollout_evidence WHERE rollout_id = :r", r=source)
+        assert row.span_source == source
+
+
+async def test_without_a_group_size_every_rollout_is_its_own_group(ledger: Ledger) -> None:
+    run = await Ledger.create(ledger.api, "single", group_size=None)
+    await run.worker()
+    await run.submit(*(run.rollout(r, "same", i) for i, r in enumerate("ab")))
+    await run.reward("a")
+    ok(await run.open())
+    found = await run.candidates()
+    assert (found["groups"], [r["rollout_id"] for r in found["rollouts"]]) == (["a"], ["a"])
+    assert await run.reserve("a") == ["reserved"]
 
 
 async def test_a_tail_of_exact_zeros_is_flagged(ledger: Ledger) -> None:
