@@ -411,10 +411,16 @@ class Ledger:
             answers.append(("rescored" if changed else "duplicate", rollout.state, rollout.revision))
         return tuple(answers)
 
+    def _comes_out(self, rollout_id: str) -> bool:
+        rollout = self.rollouts.get(rollout_id)
+        if rollout is None or not rollout.tokens or self.judge(rollout.item) is not None:
+            return False
+        return rollout.state == "quarantined" or (rollout.state, rollout.reason) == ("offline", "group_refused")
+
     def release(
         self, rollout_ids: Sequence[str] | None = None, update: str | None = None, reason: str | None = None
     ) -> Answer:
-        """An operator's: repeats the arrival checks. Siblings that fell with a refused group come along."""
+        """An operator's: repeats the arrival checks. Siblings that fell with a refused group come with it."""
         if rollout_ids is None:
             rollout_ids = [
                 rollout_id
@@ -422,9 +428,10 @@ class Ledger:
                 if (r.state, r.reason, r.changes[-1].update) == ("quarantined", reason, update)
             ]
         keys = {self.key(r.item) for i in rollout_ids if (r := self.rollouts.get(i)) is not None}
+        accompanied = {self.key(self.rollouts[i].item) for i in rollout_ids if self._comes_out(i)}
         fallen = {
             r.item.rollout_id
-            for key in keys
+            for key in accompanied
             if self.groups[key].state == "refused"
             for r in self.members(key, "offline")
             if r.reason == "group_refused"
