@@ -24,6 +24,12 @@ async def test_a_body_that_is_no_batch(ledger: Ledger, body: bytes) -> None:
     refused(await ledger.call("POST", "/rollouts", content=body, headers=JSON), 422, "invalid_request")
 
 
+async def test_a_field_beside_the_batch(ledger: Ledger) -> None:
+    for rollout in (ledger.rollout("r"), {}):
+        body = {"rollouts": [rollout], "rollout": {}}
+        refused(await ledger.call("POST", "/rollouts", body), 422, "invalid_request")
+
+
 @pytest.mark.parametrize("item", [None, 1, "x", [], {}, {"rollout_id": {}}, {"rollout_id": "r", "token_ids": "x"}])
 async def test_an_item_that_is_no_rollout(ledger: Ledger, item: Any) -> None:
     assert (await ledger.submit(item))[0]["verdict"] == "rejected"
@@ -62,12 +68,8 @@ async def test_a_nul_character_is_refused_wherever_it_stands(ledger: Ledger) -> 
     refused(await ledger.call("POST", "/updates/u/abort", abort), 422, "invalid_request")
     reward = {"rollout_id": "r", "status": "error", "ruleset_id": "x", "ruleset_hash": "0" * 64, "message": "\u0000"}
     refused(await ledger.call("POST", "/rewards", {"rewards": [reward]}), 422, "invalid_request")
-    generation = {"finish_reason": "\u0000"}
-    refused(
-        await ledger.call("POST", "/rollouts", {"rollouts": [ledger.rollout("s", "h", generation=generation)]}),
-        422,
-        "invalid_request",
-    )
+    (verdict,) = await ledger.submit(ledger.rollout("s", "h", generation={"finish_reason": "\u0000"}))
+    assert (verdict["verdict"], verdict["reason"]) == ("rejected", "invalid_field")
     refused(await ledger.call("GET", "/rollouts/%00"), 422, "invalid_request")
     refused(await ledger.call("GET", "/rollouts?group_id=%00"), 422, "invalid_request")
     assert (await ledger.get("/updates/u"))["state"] == "open"
