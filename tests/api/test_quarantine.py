@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from tests.api.ledger import Api, H, Json, Ledger, ok
+from tests.api.ledger import Api, H, Json, Ledger, ok, refused
 
 
 async def ledger_of(api: Api, **settings: Any) -> Ledger:
@@ -182,7 +182,8 @@ async def test_all_that_one_update_quarantined_for_one_reason(loose: Ledger) -> 
     body = {"owner": "t-1", "reason": "NaN", "quarantine": True}
     ok(await loose.call("POST", "/updates/u/abort", body))
     assert await release(loose, update_id="u", reason="worker_not_acked") == []
-    assert await release(loose, update_id="none", reason="policy_drift") == []
+    unknown = {"update_id": "none", "reason": "policy_drift"}
+    refused(await loose.call("POST", "/rollouts/release", unknown), 404, "update_unknown")
     assert said(await release(loose, update_id="u", reason="policy_drift")) == [
         (r, "released", "rewarded", None) for r in drifted
     ]
