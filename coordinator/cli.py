@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from coordinator.errors import Refusal
+from coordinator.errors import Refusal, is_connection_fault, is_refused_entry
 from coordinator.operations.verify import RunUnknownError
 from coordinator.operations.verify.report import report
 from coordinator.server import ServerError, database_url, serve_forever
@@ -169,6 +169,11 @@ def main() -> None:
         raise SystemExit(1) from error
     except OSError as error:
         typer.echo(f"coordinator: cannot reach the database or a file: {error}", err=True)
+        raise SystemExit(1) from error
+    except DBAPIError as error:
+        if not (is_connection_fault(error) or is_refused_entry(error)):
+            raise
+        typer.echo(f"coordinator: the database takes no connection: {error.orig}", err=True)
         raise SystemExit(1) from error
 
 

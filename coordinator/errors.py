@@ -128,6 +128,11 @@ def is_connection_fault(error: BaseException) -> bool:
     return _sqlstate(error).startswith(_TRY_AGAIN)
 
 
+def is_refused_entry(error: BaseException) -> bool:
+    """Whether Postgres did not let us in: a wrong password or role, or a database that does not exist."""
+    return _sqlstate(error).startswith(("28", "3D"))
+
+
 def is_data_fault(error: BaseException) -> bool:
     """Whether Postgres refused a value as such (SQLSTATE class 22): a NUL in a text, a number out of range."""
     return isinstance(error, DBAPIError) and _sqlstate(error).startswith("22")

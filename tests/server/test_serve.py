@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -12,8 +13,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+import asyncpg
 import httpx
 import pytest
+from sqlalchemy.engine import make_url
 
 from tests.client.server_process import ServerProcess
 
@@ -54,6 +57,33 @@ def test_what_keeps_a_server_from_starting_is_said_in_one_line(database_url: str
     nowhere = "postgresql://nobody:x@127.0.0.1:1/none"
     assert "cannot reach the database" in refusal(coordinator("migrate", DATABASE_URL=nowhere))
     assert "only postgresql" in refusal(coordinator("migrate", DATABASE_URL="mysql://x/y"))
+
+
+def test_a_database_that_lets_nobody_in_is_said_in_one_line(database_url: str, tmp_path: Path) -> None:
+    """A wrong password, a database that is not there, and one that has too many connections."""
+    url = make_url(database_url)
+    serve = ("serve", "--port", "0", "--data", str(tmp_path))
+    for wrong, said in (
+        (url.set(password="wrong"), "password authentication failed"),
+        (url.set(database="nowhere"), '"nowhere" does not exist'),
+    ):
+        for command in (serve, ("migrate",), ("token", "create", "--role", "admin", "--name", "a")):
+            done = coordinator(*command, DATABASE_URL=wrong.render_as_string(hide_password=False))
+            assert said in refusal(done), done.stderr
+    asyncio.run(fill_up(database_url))
+    guest = url.set(username="guest", password="guest")
+    done = coordinator(*serve, DATABASE_URL=guest.render_as_string(hide_password=False))
+    assert "too many connections" in refusal(done)
+
+
+async def fill_up(database_url: str) -> None:
+    """Leaves no connection for the role `guest`, which is no superuser."""
+    connection = await asyncpg.connect(database_url.replace("+asyncpg", ""))
+    try:
+        await connection.execute("CREATE ROLE guest LOGIN PASSWORD 'guest'")
+        await connection.execute(f"ALTER DATABASE {make_url(database_url).database} CONNECTION LIMIT 0")
+    finally:
+        await connection.close()
 
 
 def test_a_server_on_an_unmigrated_database_says_what_to_run(postgres: object, tmp_path: Path) -> None:
