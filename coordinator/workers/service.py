@@ -188,9 +188,11 @@ async def take_ack(connection: AsyncConnection, run_id: str, worker_id: str, bod
     if body.artifact_hash != policy.artifact_hash:
         reason = "worker_mismatch"
         detail = f"serves {body.artifact_hash}, version {body.version} is {policy.artifact_hash}"
-    elif policy.state in ("abandoned", "withdrawn"):
+    elif policy.state == "withdrawn":
         reason = "policy_withdrawn"
-        detail = f"version {body.version} is {policy.state}: what is made with it is quarantined"
+        detail = f"version {body.version} was withdrawn: what is made with it is quarantined"
+    elif policy.state == "abandoned":
+        reason, detail = "worker_mismatch", f"version {body.version} is abandoned"
     elif left:
         reason, detail = "caches_not_reset", f"not reset: {', '.join(left)}"
     opened = (await connection.execute(policy_queries.OPEN_ACTIVATION, {"run_no": run.run_no})).one_or_none()
