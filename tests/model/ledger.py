@@ -150,6 +150,8 @@ class Version:
     state: str = "committed"
     acked: set[str] = field(default_factory=set)
     restores: bool = False
+    failed: bool = False
+    """Whether an activation of it failed."""
 
 
 Answer = tuple[Any, ...]
@@ -245,7 +247,7 @@ class Ledger:
             return "policy_withdrawn"
         if any(item.worker not in v.acked for v in versions):
             return "worker_not_acked"
-        if any(v.state == "abandoned" for v in versions):
+        if any(self._not_activated(s.version) for s in item.spans):
             return "candidate_not_activated"
         oldest, newest, newest_version = self.clocks(item)
         active = self.versions[self.active].clock
@@ -254,6 +256,12 @@ class Ledger:
         if self.settings.lag_gate == "enforce" and oldest is not None and active - oldest > self.settings.max_lag:
             return "stale_policy"
         return None
+
+    def _not_activated(self, number: int) -> bool:
+        """Given up, or not the candidate any more: its activation failed, or a greater number became active."""
+        version = self.versions[number]
+        waiting = version.state in ("prepared", "committed") and number != self.candidate
+        return version.state == "abandoned" or (waiting and (version.failed or number < self.active))
 
     def clocks(self, item: Item) -> tuple[int | None, int | None, int | None]:
         """The lag clocks of its oldest and newest action token, and the version of the newest."""
@@ -393,12 +401,16 @@ class Ledger:
         return "stored"
 
     def rescore(self, key: str, ruleset: str, values: dict[str, float]) -> Answer:
-        """Replaces the rewards of a whole group that no update holds or consumed. What differs gets a revision."""
+        """Replaces the good rewards of a whole group that no update holds or consumed, also of members in quarantine.
+
+        What is rewarded and differs gets a revision.
+        """
         if key not in self.groups:
             raise Refused("group_unknown")
         if self.members(key, "reserved", "consumed"):
             raise Refused("group_held")
-        if {r.item.rollout_id for r in self.members(key, "rewarded")} != values.keys():
+        good = [r for r in self.rollouts.values() if self.key(r.item) == key and r.reward and r.reward.status == "ok"]
+        if {r.item.rollout_id for r in good} != values.keys():
             raise Refused("partial_group")
         self.groups[key].ruleset = ruleset
         answers = []
@@ -407,7 +419,8 @@ class Ledger:
             changed = rollout.reward != reward
             if changed:
                 rollout.reward = reward
-                self.move(rollout, "rescore", "rewarded", "rescored")
+                if rollout.state == "rewarded":
+                    self.move(rollout, "rescore", "rewarded", "rescored")
             answers.append(("rescored" if changed else "duplicate", rollout.state, rollout.revision))
         return tuple(answers)
 
@@ -505,6 +518,7 @@ class Ledger:
     def _fail_activation(self) -> None:
         assert self.candidate is not None
         version, self.candidate = self.candidate, None
+        self.versions[version].failed = True
         self._quarantine_of([version], "candidate_not_activated")
 
     def _quarantine_of(self, versions: Sequence[int], reason: str) -> None:

@@ -16,7 +16,7 @@ def test_the_service_agrees_with_the_ledger_in_memory(database_url: str) -> None
             LedgerMachine,
             settings=settings(
                 derandomize=True,
-                max_examples=60,
+                max_examples=40,
                 stateful_step_count=40,
                 deadline=None,
                 suppress_health_check=list(HealthCheck),
