@@ -18,7 +18,7 @@ from coordinator.app import create_app
 from coordinator.operations.access import new_secret
 from coordinator.protocol import ProblemProtocol
 from coordinator.settings import Settings
-from coordinator.storage.database import check_durability, connect
+from coordinator.storage.database import check_durability, connect, wait_until_started
 from coordinator.storage.migrations import check_schema, upgrade
 from coordinator.storage.postgres import EmbeddedPostgres
 from coordinator.storage.postgres_keeper import kept_running
@@ -35,7 +35,9 @@ class ServerError(RuntimeError):
 def database_url(settings: Settings, say: Say) -> Iterator[str]:
     """The address of the database: the one that was given, or an embedded one that lives as long as this block."""
     if settings.database_url is not None:
-        yield settings.database_url.get_secret_value()
+        url = settings.database_url.get_secret_value()
+        asyncio.run(wait_until_started(url, say))
+        yield url
         return
     with kept_running(EmbeddedPostgres(settings.data / "postgres", progress=say), say) as url:
         yield url

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Awaitable, Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -16,7 +17,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 SERIALIZATION_FAILURE, DEADLOCK = "40001", "40P01"
+CANNOT_CONNECT_NOW = "57P03"
 ATTEMPTS = 6
+START_SECONDS = 120
 
 SESSION = {
     "application_name": "coordinator",
@@ -108,3 +111,27 @@ async def check_durability(database: Database) -> None:
                 f"Postgres runs with {name}=off, so that a crash could lose what was acknowledged; "
                 f"set {name}=on and start again"
             )
+
+
+async def wait_until_started(url: str, say: Callable[[str], None], seconds: float = START_SECONDS) -> None:
+    """Waits while Postgres starts or recovers from a crash, which it says itself; every other fault is left to the
+    next who connects.
+    """
+    database = connect(url, pool_size=1)
+    until = time.monotonic() + seconds
+    said = False
+    try:
+        while True:
+            try:
+                async with database.engine.connect():
+                    return
+            except DBAPIError as error:
+                if getattr(error.orig, "sqlstate", None) != CANNOT_CONNECT_NOW or time.monotonic() > until:
+                    raise
+                if not said:
+                    reason = str(error.orig).rpartition(": ")[2]
+                    say(f"waiting for Postgres, for up to {seconds:.0f} s: {reason}")
+                    said = True
+            await asyncio.sleep(0.2)
+    finally:
+        await database.close()

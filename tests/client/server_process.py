@@ -44,7 +44,7 @@ class ServerProcess:
                 stderr=log,
                 env=environment,
             )
-        until = time.monotonic() + 60
+        until = time.monotonic() + 150
         while time.monotonic() < until:
             assert self._process.poll() is None, f"the coordinator ended: {self.log.read_text()[-2000:]}"
             try:

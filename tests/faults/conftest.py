@@ -1,4 +1,4 @@
-"""Two coordinator processes over one database, to be killed."""
+"""Two coordinator processes over one database, to be killed, and so may be its Postgres."""
 
 from __future__ import annotations
 
@@ -10,13 +10,20 @@ from pathlib import Path
 import pytest
 
 from tests.client.server_process import ServerProcess
-from tests.database import Databases
+from tests.database import databases
 
 
 @pytest.fixture
-def replica_pair(postgres: Databases) -> Iterator[tuple[str, list[ServerProcess]]]:
-    """The database's address and the replicas, which share a folder of artifacts."""
-    url = postgres.migrated()
+def replica_pair() -> Iterator[tuple[str, list[ServerProcess]]]:
+    """The database's address and the replicas, which share a folder of artifacts.
+
+    The Postgres is their own: after a crash it serves nobody until its recovery, which reads all of its files.
+    """
+    with databases() as postgres:
+        yield from _pair_on(postgres.migrated())
+
+
+def _pair_on(url: str) -> Iterator[tuple[str, list[ServerProcess]]]:
     folder = Path(tempfile.mkdtemp(prefix="coordinator-pair-"))
     servers = [ServerProcess(folder / name, url) for name in ("one", "two")]
     (folder / "artifacts").mkdir()

@@ -13,7 +13,6 @@ import pytest
 
 from coordinator.client import Coordinator
 from tests.client.server_process import ServerProcess
-from tests.database import Databases
 from tests.faults.test_postgres_crash import crash
 from tests.ledger_checker import check_ledger
 from tests.load import Clients, publish, start_run
@@ -22,7 +21,7 @@ POSTGRES_EVERY = 6
 
 
 def test_clients_carry_on_through_the_other_replica(
-    postgres: Databases, replica_pair: tuple[str, list[ServerProcess]], tmp_path: Path, pytestconfig: pytest.Config
+    replica_pair: tuple[str, list[ServerProcess]], tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     kills = int(pytestconfig.getoption("kills"))
     url, replicas = replica_pair
