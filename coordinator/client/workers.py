@@ -12,10 +12,13 @@ from coordinator.wire.workers import (
     Ack,
     AckVerdict,
     Heartbeat,
+    Incarnation,
     RegisterWorker,
     TicketAnswer,
     TicketRequest,
+    WeightDigest,
     WorkerFailure,
+    WorkerStage,
     WorkerView,
 )
 
@@ -37,18 +40,22 @@ class Worker:
         body = RegisterWorker(incarnation=self.incarnation, engine=engine, engine_version=engine_version)
         return self._connection.call("PUT", self._path, WorkerView, body=body)
 
-    def heartbeat(self, *, retry_seconds: float | None = None) -> Watch:
-        """Say that this incarnation lives, and hear which version is active and which is to follow."""
-        return self._connection.call(
-            "POST", (*self._path, "heartbeat"), Watch, body=self._heartbeat(), retry_seconds=retry_seconds
-        )
+    def heartbeat(self, *, asleep_seconds: float | None = None, retry_seconds: float | None = None) -> Watch:
+        """Say that this incarnation lives, and hear which version is active and which is to follow.
+
+        `asleep_seconds`: the engine gives its GPU away for so long; until then silence is no loss.
+        """
+        body = Heartbeat(incarnation=self.incarnation, asleep_seconds=asleep_seconds)
+        return self._connection.call("POST", (*self._path, "heartbeat"), Watch, body=body, retry_seconds=retry_seconds)
 
     def ack(
-        self, version: int, artifact_hash: str, *, digest: str | None = None, caches_reset: Sequence[str] = ()
+        self, version: int, artifact_hash: str, *, digest: WeightDigest | None = None, caches_reset: Sequence[str] = ()
     ) -> AckVerdict:
         """Confirm that the engine serves this version. To be said after the files were verified and loaded.
 
-        `digest` is of the weights in the engine's memory, where the engine can give one.
+        `digest` is of the weights in the engine's memory, where the engine can give one. It must be the one that the
+        learner stated for its layout, if it did, equal to that of every engine of the same layout, and another than
+        that of another artifact; else the ack is a mismatch.
         """
         body = Ack(
             incarnation=self.incarnation,
@@ -58,6 +65,11 @@ class Worker:
             caches_reset=tuple(caches_reset),
         )
         return self._connection.call("POST", (*self._path, "acks"), AckVerdict, body=body)
+
+    def stage(self, version: int, stage: Literal["downloading", "verifying", "loading"]) -> WorkerView:
+        """Say how far this worker has come with a version, for those who watch."""
+        body = WorkerStage(incarnation=self.incarnation, version=version, stage=stage)
+        return self._connection.call("POST", (*self._path, "stage"), WorkerView, body=body)
 
     def fail(self, version: int, stage: Literal["download", "verify", "load"], message: str) -> WorkerView:
         """Report that a version could not be taken up. The worker is fenced until it acks one it loaded
@@ -72,11 +84,11 @@ class Worker:
 
     def drain(self) -> WorkerView:
         """Leave the set of workers that activations wait for; rollouts are still taken."""
-        return self._connection.call("POST", (*self._path, "drain"), WorkerView, body=self._heartbeat())
+        return self._connection.call("POST", (*self._path, "drain"), WorkerView, body=self._life())
 
     def deregister(self) -> WorkerView:
         """End this incarnation."""
-        return self._connection.call("POST", (*self._path, "deregister"), WorkerView, body=self._heartbeat())
+        return self._connection.call("POST", (*self._path, "deregister"), WorkerView, body=self._life())
 
-    def _heartbeat(self) -> Heartbeat:
-        return Heartbeat(incarnation=self.incarnation)
+    def _life(self) -> Incarnation:
+        return Incarnation(incarnation=self.incarnation)

@@ -56,6 +56,7 @@ BASE: Json = {"name": "Qwen/Qwen2.5-Math-7B", "revision": "b101308", "sha256": _
 ADAPTER = '{"peft_type": "LORA", "r": 16, "target_modules": ["q_proj", "v_proj"]}'
 FILES: list[Json] = [{"name": "adapter_config.json", "size": len(ADAPTER), "sha256": _sha256(ADAPTER)}]
 BASE_HASH = artifact_hash("base", BASE, [])
+DIGEST = {"layout": "vllm-lora/bfloat16/tp1", "registered": _sha256("registered"), "active": _sha256("active")}
 ADAPTER_HASH = artifact_hash("lora", BASE, FILES)
 
 # "What is 48 + 34?", to be answered by "82" or "72" and the end of the text: three tokens.
@@ -170,7 +171,14 @@ STORY: tuple[Step, ...] = (
         "It serves the first version",
         "worker",
         _OF_WORKER,
-        body=_ALIVE | {"version": 0, "artifact_hash": BASE_HASH, "digest": "xxh3:7f1e0c55"},
+        body=_ALIVE | {"version": 0, "artifact_hash": BASE_HASH},
+    ),
+    Step(
+        "note_stage",
+        "It begins to load the first version",
+        "worker",
+        _OF_WORKER,
+        body=_ALIVE | {"version": 0, "stage": "loading"},
     ),
     Step("heartbeat", "It lives", "worker", _OF_WORKER, body=_ALIVE),
     Step("list_workers", "The workers of the run", "viewer", _IN_RUN),
@@ -295,8 +303,7 @@ STORY: tuple[Step, ...] = (
         "It serves version 1",
         "worker",
         _OF_WORKER,
-        body=_ALIVE
-        | {"version": 1, "artifact_hash": ADAPTER_HASH, "digest": "xxh3:90aa4d13", "caches_reset": ["prefix"]},
+        body=_ALIVE | {"version": 1, "artifact_hash": ADAPTER_HASH, "digest": DIGEST, "caches_reset": ["prefix"]},
     ),
     Step("activate_policy", "The switch", "trainer", _VERSION_1),
     Step("get_activation", "How the activation went", "viewer", {"run_id": RUN, "activation_id": "to-1"}),

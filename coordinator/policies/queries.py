@@ -2,9 +2,12 @@
 
 from sqlalchemy import text
 
+from coordinator.storage.lost import LOST
+
 _VERSION = """
     version, artifact_hash, kind, state, parent_version, lag_clock, CAST(base_model AS text) AS base_model,
-    CAST(files AS text) AS files, updates, prepared_at, committed_at, activated_at, ended_at
+    CAST(files AS text) AS files, updates, CAST(digests AS text) AS digests, prepared_at,
+    committed_at, activated_at, ended_at
 """
 
 GET_VERSION = text(f"SELECT {_VERSION} FROM policy_versions WHERE run_no = :run_no AND version = :version")
@@ -15,9 +18,10 @@ NEWEST_VERSION = text("SELECT max(version) FROM policy_versions WHERE run_no = :
 
 INSERT_VERSION = text("""
     INSERT INTO policy_versions (run_no, version, artifact_hash, kind, state, parent_version, lag_clock, base_model,
-                                 files, updates)
+                                 files, updates, digests)
     VALUES (:run_no, :version, :artifact_hash, :kind, 'prepared', :parent_version, :lag_clock,
-            CAST(:base_model AS jsonb), CAST(:files AS jsonb), CAST(:updates AS text[]))
+            CAST(:base_model AS jsonb), CAST(:files AS jsonb), CAST(:updates AS text[]),
+            CAST(:digests AS jsonb))
 """)
 
 LOCK_VERSION = text("SELECT FROM policy_versions WHERE run_no = :run_no AND version = :version FOR UPDATE")
@@ -81,13 +85,13 @@ INSERT_ACTIVATION = text("""
 """)
 
 # Freezes the required workers: those asked for by name, or every live one that neither drains nor is fenced.
-FREEZE_WORKERS = text("""
+FREEZE_WORKERS = text(f"""
     INSERT INTO activation_workers (run_no, activation_id, worker_id, incarnation)
     SELECT :run_no, :activation_id, worker_id, incarnation FROM workers
     WHERE run_no = :run_no AND deregistered_at IS NULL AND CASE
         WHEN CAST(:asked_workers AS text[]) IS NOT NULL THEN worker_id = ANY(CAST(:asked_workers AS text[]))
         ELSE NOT draining AND fenced_reason IS NULL
-            AND heartbeat_at > clock_timestamp() - make_interval(secs => :lost_after_seconds)
+            AND NOT ({LOST})
     END
     ORDER BY worker_id
     RETURNING worker_id

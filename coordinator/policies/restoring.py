@@ -65,6 +65,7 @@ async def prepare_restoring(
             "base_model": json.dumps(restored.base_model.model_dump()),
             "files": json.dumps([file.model_dump() for file in restored.files]),
             "updates": [],
+            "digests": json.dumps(restored.digests),
         },
     )
     await record_event(

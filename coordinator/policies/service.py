@@ -23,7 +23,7 @@ from coordinator.wire.policies import ArtifactFile, PolicyList, PolicyView, Prep
 
 def policy_view(row: Any) -> PolicyView:
     """A version as it goes over the wire."""
-    fields = dict(row._mapping) | {"base_model": json.loads(row.base_model), "files": json.loads(row.files)}
+    fields = dict(row._mapping) | {name: json.loads(row._mapping[name]) for name in ("base_model", "files", "digests")}
     return PolicyView.model_validate(fields)
 
 
@@ -61,16 +61,17 @@ async def prepare(
     row = (await connection.execute(queries.GET_VERSION, {"run_no": run.run_no, "version": body.version})).one_or_none()
     if row is not None:
         known = policy_view(row)
-        if (known.artifact_hash, known.parent_version, known.updates) == (
+        if (known.artifact_hash, known.parent_version, known.updates, known.digests) == (
             named,
             body.parent_version,
             body.updates,
+            body.digests,
         ):
             return known, False
         raise Refusal(
             "policy_conflict",
-            f"version {body.version} exists with artifact {known.artifact_hash}, parent {known.parent_version} "
-            f"and updates {list(known.updates)}",
+            f"version {body.version} exists with artifact {known.artifact_hash}, parent {known.parent_version}, "
+            f"updates {list(known.updates)} and digests {known.digests}",
         )
     newest = await connection.scalar(queries.NEWEST_VERSION, {"run_no": run.run_no})
     if body.version <= newest:
@@ -95,6 +96,7 @@ async def prepare(
             "base_model": json.dumps(base_model),
             "files": json.dumps(files),
             "updates": list(body.updates),
+            "digests": json.dumps(body.digests),
         },
     )
     await record_event(

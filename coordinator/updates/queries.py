@@ -9,6 +9,7 @@ from sqlalchemy import text
 
 from coordinator.rules.lifecycle import sources
 from coordinator.rules.reservation import RESERVE_REASONS
+from coordinator.storage.lost import LOST
 
 _LIVE = "(u.state = 'open' AND u.lease_until > clock_timestamp())"
 _COLUMNS = f"""
@@ -137,7 +138,7 @@ EMPTY = text(f"""
     SELECT
         (SELECT max(heartbeat_at) FROM workers WHERE run_no = :run_no) AS last_heartbeat,
         EXISTS (SELECT FROM workers WHERE run_no = :run_no AND deregistered_at IS NULL AND NOT draining
-                AND heartbeat_at > clock_timestamp() - make_interval(secs => :lost_after_seconds)) AS producing,
+                AND NOT ({LOST})) AS producing,
         o.*
     FROM (
         SELECT count(*) AS rewarded_groups,

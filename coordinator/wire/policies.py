@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from coordinator.wire.base import Count, Identifier, Name, Sha256, Text, Version, WireModel
+from coordinator.wire.base import Count, Identifier, Label, Name, Sha256, Text, Version, WireModel
 
 Kind = Literal["base", "lora", "full"]
 
@@ -46,6 +46,15 @@ class ArtifactFile(WireModel):
     sha256: Sha256
 
 
+Digests = Annotated[
+    dict[Label, Sha256],
+    Field(
+        max_length=16,
+        description="by layout of an engine's weights, the digest that its `registered` weights must have",
+    ),
+]
+
+
 class PreparePolicy(WireModel):
     """A new policy version with the manifest of its artifact."""
 
@@ -57,6 +66,7 @@ class PreparePolicy(WireModel):
     kind: Literal["lora", "full"] = "lora"
     base_model: BaseModelIdentity
     files: tuple[ArtifactFile, ...] = Field(min_length=1, max_length=10_000, fail_fast=True)
+    digests: Digests = Field(default_factory=dict)
 
 
 class PolicyView(WireModel):
@@ -71,6 +81,7 @@ class PolicyView(WireModel):
     base_model: BaseModelIdentity
     files: tuple[ArtifactFile, ...]
     updates: tuple[str, ...]
+    digests: Digests
     prepared_at: datetime
     committed_at: datetime | None
     activated_at: datetime | None

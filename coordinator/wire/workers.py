@@ -19,10 +19,22 @@ class RegisterWorker(WireModel):
     engine_version: Text = Field(min_length=1, max_length=100)
 
 
+class Incarnation(WireModel):
+    """Names the life of the worker that calls."""
+
+    incarnation: Identifier
+
+
 class Heartbeat(WireModel):
     """Says that this incarnation lives."""
 
     incarnation: Identifier
+    asleep_seconds: float | None = Field(
+        None,
+        gt=0,
+        le=86_400,
+        description="the engine gives its GPU away for so long: until then silence is no loss, and no ticket is given",
+    )
 
 
 class WorkerView(WireModel):
@@ -30,7 +42,8 @@ class WorkerView(WireModel):
 
     worker_id: str
     incarnation: str
-    state: Literal["live", "lost", "draining", "deregistered"]
+    state: Literal["live", "asleep", "lost", "draining", "deregistered"]
+    asleep_until: datetime | None
     fenced: bool
     fenced_reason: str | None
     suspect_reason: str | None
@@ -47,13 +60,32 @@ class WorkerList(WireModel):
     workers: list[WorkerView]
 
 
+class WeightDigest(WireModel):
+    """What an engine holds in memory. Engines of the same layout must give the same digests for the same artifact."""
+
+    layout: Label = Field(
+        min_length=1,
+        description="how the tensors lie and what is hashed: engine, dtype, parallelism",
+    )
+    registered: Sha256 = Field(description="over the weights that the engine has taken up")
+    active: Sha256 | None = Field(None, description="over the weights that the forward pass really multiplies with")
+
+
+class WorkerStage(WireModel):
+    """How far a worker has come with a version, for those who watch."""
+
+    incarnation: Identifier
+    version: Version
+    stage: Literal["downloading", "verifying", "loading"]
+
+
 class Ack(WireModel):
     """A worker's word, given after it verified the files and its engine serves them."""
 
     incarnation: Identifier
     version: Version
     artifact_hash: Sha256
-    digest: Text | None = Field(None, max_length=200, description="of the weights in the engine's memory")
+    digest: WeightDigest | None = Field(None, description="of the weights in the engine's memory, where it can tell")
     caches_reset: tuple[Label, ...] = Field((), fail_fast=True)
 
 

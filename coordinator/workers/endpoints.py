@@ -13,11 +13,13 @@ from coordinator.wire.workers import (
     AckVerdict,
     FenceWorker,
     Heartbeat,
+    Incarnation,
     RegisterWorker,
     TicketAnswer,
     TicketRequest,
     WorkerFailure,
     WorkerList,
+    WorkerStage,
     WorkerView,
 )
 from coordinator.workers import service
@@ -60,7 +62,7 @@ async def heartbeat(
 async def drain_worker(
     run_id: RunId,
     worker_id: WorkerId,
-    body: Heartbeat,
+    body: Incarnation,
     caller: WorkerCaller,
     database: DatabaseHere,
     changes: ChangesHere,
@@ -75,7 +77,7 @@ async def drain_worker(
 async def deregister_worker(
     run_id: RunId,
     worker_id: WorkerId,
-    body: Heartbeat,
+    body: Incarnation,
     caller: WorkerCaller,
     database: DatabaseHere,
     changes: ChangesHere,
@@ -118,6 +120,21 @@ async def ack_policy(
     verdict = await database.transaction(service.take_ack, run_id, worker_id, body, caller)
     changes.announce(run_id)
     return verdict
+
+
+@router.post("/{worker_id}/stage", responses=refusals(*LIVE, "policy_version_unknown"))
+async def note_stage(
+    run_id: RunId,
+    worker_id: WorkerId,
+    body: WorkerStage,
+    caller: WorkerCaller,
+    database: DatabaseHere,
+    changes: ChangesHere,
+) -> WorkerView:
+    """Say how far this worker has come with a version: an event for those who watch; only an ack counts."""
+    view = await database.transaction(service.note_stage, run_id, worker_id, body, caller)
+    changes.announce(run_id)
+    return view
 
 
 @router.post("/{worker_id}/failures", responses=refusals(*LIVE, "policy_version_unknown"))

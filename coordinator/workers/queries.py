@@ -2,9 +2,11 @@
 
 from sqlalchemy import text
 
-_COLUMNS = """
+from coordinator.storage.lost import LOST
+
+_COLUMNS = f"""
     worker_id, incarnation, draining, fenced_reason, engine, engine_version, registered_at,
-    heartbeat_at, deregistered_at,
+    heartbeat_at, asleep_until, asleep_until > clock_timestamp() AS asleep, deregistered_at,
     (SELECT CASE
         WHEN d.n >= 8 AND d.total / d.n > 0.1
             THEN format('mean drift %s over %s fresh rollouts', round(CAST(d.total / d.n AS numeric), 4), d.n)
@@ -13,7 +15,7 @@ _COLUMNS = """
            WHERE run_no = workers.run_no AND worker_id = workers.worker_id AND incarnation = workers.incarnation) AS j
      LEFT JOIN worker_drift d ON d.run_no = workers.run_no AND d.worker_id = workers.worker_id
         AND d.incarnation = workers.incarnation) AS suspect_reason,
-    heartbeat_at <= clock_timestamp() - make_interval(secs => :lost_after_seconds) AS lost
+    {LOST} AS lost
 """
 
 REGISTER = text("""
@@ -22,7 +24,7 @@ REGISTER = text("""
     ON CONFLICT (run_no, worker_id) DO UPDATE SET
         incarnation = EXCLUDED.incarnation, engine = EXCLUDED.engine, engine_version = EXCLUDED.engine_version,
         draining = false, fenced_reason = NULL, registered_at = clock_timestamp(),
-        heartbeat_at = clock_timestamp(), deregistered_at = NULL
+        heartbeat_at = clock_timestamp(), asleep_until = NULL, deregistered_at = NULL
 """)
 
 REMEMBER_INCARNATION = text("""
@@ -38,7 +40,8 @@ LOCK_WORKER = text("SELECT FROM workers WHERE run_no = :run_no AND worker_id = :
 LIST_WORKERS = text(f"SELECT {_COLUMNS} FROM workers WHERE run_no = :run_no ORDER BY worker_id")
 
 BEAT = text("""
-    UPDATE workers SET heartbeat_at = clock_timestamp()
+    UPDATE workers SET heartbeat_at = clock_timestamp(),
+        asleep_until = clock_timestamp() + make_interval(secs => CAST(:asleep_seconds AS float8))
     WHERE run_no = :run_no AND worker_id = :worker_id AND incarnation = :incarnation AND deregistered_at IS NULL
     RETURNING worker_id
 """)
@@ -55,13 +58,15 @@ SET_FENCED = text("""
 """)
 
 STORE_ACK = text("""
-    INSERT INTO acks (run_no, worker_id, incarnation, version, artifact_hash, matching, detail, digest, caches_reset,
-                      activation_id)
-    VALUES (:run_no, :worker_id, :incarnation, :version, :artifact_hash, :matching, :detail, :digest,
-            CAST(:caches_reset AS text[]), :activation_id)
+    INSERT INTO acks (run_no, worker_id, incarnation, version, artifact_hash, matching, detail, digest_layout,
+                      digest_registered, digest_active, caches_reset, activation_id)
+    VALUES (:run_no, :worker_id, :incarnation, :version, :artifact_hash, :matching, :detail, :digest_layout,
+            :digest_registered, :digest_active, CAST(:caches_reset AS text[]), :activation_id)
     ON CONFLICT (run_no, worker_id, incarnation, version) DO UPDATE SET
         artifact_hash = EXCLUDED.artifact_hash, matching = EXCLUDED.matching, detail = EXCLUDED.detail,
-        digest = EXCLUDED.digest, caches_reset = EXCLUDED.caches_reset, activation_id = EXCLUDED.activation_id,
+        digest_layout = EXCLUDED.digest_layout, digest_registered = EXCLUDED.digest_registered,
+        digest_active = EXCLUDED.digest_active, caches_reset = EXCLUDED.caches_reset,
+        activation_id = EXCLUDED.activation_id,
         acked_at = clock_timestamp()
     RETURNING (xmax = 0) AS first
 """)
@@ -69,9 +74,29 @@ STORE_ACK = text("""
 SAME_ACK = text("""
     SELECT 1 AS same FROM acks
     WHERE run_no = :run_no AND worker_id = :worker_id AND incarnation = :incarnation AND version = :version
-      AND artifact_hash = :artifact_hash AND digest IS NOT DISTINCT FROM CAST(:digest AS text)
+      AND artifact_hash = :artifact_hash
+      AND (digest_layout, digest_registered, digest_active) IS NOT DISTINCT FROM
+          (CAST(:digest_layout AS text), CAST(:digest_registered AS text), CAST(:digest_active AS text))
       AND caches_reset = CAST(:caches_reset AS text[])
       AND activation_id IS NOT DISTINCT FROM CAST(:activation_id AS text)
+""")
+
+# What engines of this layout hold of this artifact, by what they said last.
+SAME_LAYOUT = text("""
+    SELECT worker_id, digest_registered, digest_active FROM acks
+    WHERE run_no = :run_no AND artifact_hash = :artifact_hash AND digest_layout = :digest_layout AND matching
+      AND (worker_id, incarnation) <> (:worker_id, :incarnation)
+      AND (digest_registered <> :digest_registered OR digest_active <> CAST(:digest_active AS text))
+    ORDER BY acked_at, worker_id LIMIT 1
+""")
+
+# The artifact that this incarnation served before, if its engine still holds those very weights.
+UNCHANGED = text("""
+    SELECT version FROM acks
+    WHERE run_no = :run_no AND worker_id = :worker_id AND incarnation = :incarnation
+      AND artifact_hash <> :artifact_hash AND digest_layout = :digest_layout AND matching
+      AND (digest_registered = :digest_registered OR digest_active = CAST(:digest_active AS text))
+    ORDER BY acked_at DESC LIMIT 1
 """)
 
 # Groups that could still enter an update and are not consumed, and those that other tickets stand for.

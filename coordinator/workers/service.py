@@ -13,17 +13,20 @@ from coordinator.policies import activation
 from coordinator.policies import queries as policy_queries
 from coordinator.policies.service import find_version
 from coordinator.runs.service import Run, get_run, lock_run
-from coordinator.wire.policies import Watch
+from coordinator.wire.policies import PolicyView, Watch
 from coordinator.wire.workers import (
     Ack,
     AckVerdict,
     FenceWorker,
     Heartbeat,
+    Incarnation,
     RegisterWorker,
     TicketAnswer,
     TicketRequest,
+    WeightDigest,
     WorkerFailure,
     WorkerList,
+    WorkerStage,
     WorkerView,
 )
 from coordinator.workers import queries
@@ -37,6 +40,8 @@ def _view(row: Any, run: Run) -> WorkerView:
         if row.lost
         else "draining"
         if row.draining
+        else "asleep"
+        if row.asleep
         else "live"
     )
     return WorkerView.model_validate(
@@ -44,6 +49,7 @@ def _view(row: Any, run: Run) -> WorkerView:
             "worker_id": row.worker_id,
             "incarnation": row.incarnation,
             "state": state,
+            "asleep_until": row.asleep_until if row.asleep else None,
             "fenced": row.fenced_reason is not None,
             "fenced_reason": row.fenced_reason,
             "suspect_reason": row.suspect_reason,
@@ -123,7 +129,13 @@ async def beat(connection: AsyncConnection, run_id: str, worker_id: str, body: H
     """Notes that the incarnation lives, and answers what it needs to know."""
     run = await get_run(connection, run_id)
     heard = await connection.scalar(
-        queries.BEAT, {"run_no": run.run_no, "worker_id": worker_id, "incarnation": body.incarnation}
+        queries.BEAT,
+        {
+            "run_no": run.run_no,
+            "worker_id": worker_id,
+            "incarnation": body.incarnation,
+            "asleep_seconds": body.asleep_seconds,
+        },
     )
     if heard is None:
         await _live(connection, run, worker_id, body.incarnation)
@@ -131,7 +143,7 @@ async def beat(connection: AsyncConnection, run_id: str, worker_id: str, body: H
 
 
 async def drain(
-    connection: AsyncConnection, run_id: str, worker_id: str, body: Heartbeat, caller: Caller
+    connection: AsyncConnection, run_id: str, worker_id: str, body: Incarnation, caller: Caller
 ) -> WorkerView:
     """Takes the worker out of activations to come; it may finish what it has begun."""
     run = await lock_run(connection, run_id)
@@ -145,7 +157,7 @@ async def drain(
 
 
 async def deregister(
-    connection: AsyncConnection, run_id: str, worker_id: str, body: Heartbeat, caller: Caller
+    connection: AsyncConnection, run_id: str, worker_id: str, body: Incarnation, caller: Caller
 ) -> WorkerView:
     """Ends this life of the worker. What it had generated stays vouched for."""
     run = await lock_run(connection, run_id)
@@ -195,6 +207,9 @@ async def take_ack(connection: AsyncConnection, run_id: str, worker_id: str, bod
         reason, detail = "worker_mismatch", f"version {body.version} is abandoned"
     elif left:
         reason, detail = "caches_not_reset", f"not reset: {', '.join(left)}"
+    elif body.digest is not None:
+        detail = await _contradiction(connection, run, worker_id, policy, body, body.digest)
+        reason = "ok" if detail is None else "worker_mismatch"
     opened = (await connection.execute(policy_queries.OPEN_ACTIVATION, {"run_no": run.run_no})).one_or_none()
     activation_id = opened.activation_id if opened is not None and opened.version == body.version else None
     parameters = {
@@ -203,7 +218,7 @@ async def take_ack(connection: AsyncConnection, run_id: str, worker_id: str, bod
         "incarnation": body.incarnation,
         "version": body.version,
         "artifact_hash": body.artifact_hash,
-        "digest": body.digest,
+        **_digest_columns(body.digest),
         "caches_reset": sorted(set(body.caches_reset)),
         "activation_id": activation_id,
     }
@@ -221,7 +236,7 @@ async def take_ack(connection: AsyncConnection, run_id: str, worker_id: str, bod
             artifact_hash=body.artifact_hash,
             matching=reason == "ok",
             detail=detail,
-            digest=body.digest,
+            digest=None if body.digest is None else body.digest.model_dump(),
             caches_reset=parameters["caches_reset"],
             activation_id=activation_id,
         )
@@ -233,6 +248,70 @@ async def take_ack(connection: AsyncConnection, run_id: str, worker_id: str, bod
     return AckVerdict.model_validate(
         {"matching": reason == "ok", "reason": reason, "detail": detail, "activation": verdict}
     )
+
+
+def _digest_columns(digest: WeightDigest | None) -> dict[str, str | None]:
+    if digest is None:
+        return {"digest_layout": None, "digest_registered": None, "digest_active": None}
+    return {
+        "digest_layout": digest.layout,
+        "digest_registered": digest.registered,
+        "digest_active": digest.active,
+    }
+
+
+async def _contradiction(
+    connection: AsyncConnection, run: Run, worker_id: str, policy: PolicyView, ack: Ack, digest: WeightDigest
+) -> str | None:
+    """Why the weights in the engine's memory cannot be those of the version, or None.
+
+    A label is set without touching a weight; so what the learner stated decides, then what other engines of the same
+    layout hold, then whether anything changed since this engine served another artifact.
+    """
+    stated = policy.digests.get(digest.layout)
+    if stated is not None and digest.registered != stated:
+        return f"the engine holds {digest.registered}; for {digest.layout} version {policy.version} must be {stated}"
+    keys = {
+        "run_no": run.run_no,
+        "worker_id": worker_id,
+        "incarnation": ack.incarnation,
+        "artifact_hash": ack.artifact_hash,
+        **_digest_columns(digest),
+    }
+    other = (await connection.execute(queries.SAME_LAYOUT, keys)).one_or_none()
+    if other is not None:
+        which = "registered" if other.digest_registered != digest.registered else "active"
+        mine, theirs = getattr(digest, which), getattr(other, f"digest_{which}")
+        return (
+            f"the engine's {which} weights have digest {mine}; worker {other.worker_id} of the same layout has {theirs}"
+        )
+    if stated is None:
+        before = await connection.scalar(queries.UNCHANGED, keys)
+        if before is not None:
+            return f"the engine's weights are still those of version {before}: the digest did not change"
+    return None
+
+
+async def note_stage(
+    connection: AsyncConnection, run_id: str, worker_id: str, body: WorkerStage, caller: Caller
+) -> WorkerView:
+    """Tells those who watch how far the worker has come with a version. It decides nothing."""
+    run = await lock_run(connection, run_id)
+    worker = await _live(connection, run, worker_id, body.incarnation)
+    await find_version(connection, run.run_no, body.version)
+    opened = (await connection.execute(policy_queries.OPEN_ACTIVATION, {"run_no": run.run_no})).one_or_none()
+    await record_event(
+        connection,
+        run.run_no,
+        "worker.stage",
+        worker_id,
+        caller.actor,
+        incarnation=body.incarnation,
+        version=body.version,
+        stage=body.stage,
+        activation_id=opened.activation_id if opened is not None and opened.version == body.version else None,
+    )
+    return worker
 
 
 async def report_failure(
@@ -270,7 +349,7 @@ async def grant_tickets(connection: AsyncConnection, run_id: str, worker_id: str
     """Grants tickets while the run can still use more groups: holding back is cheaper than refusing afterwards.
 
     Capacity is (max_lag + 1) x groups_per_update, less groups that are unconsumed and admissible, less those
-    that are ticketed. A worker that is fenced, draining or not acked gets none.
+    that are ticketed. A worker that is fenced, draining or asleep gets none.
     """
     run = await lock_run(connection, run_id)
     worker = await _live(connection, run, worker_id, body.incarnation)
@@ -281,7 +360,7 @@ async def grant_tickets(connection: AsyncConnection, run_id: str, worker_id: str
     own = {t.group_id for t in tickets if (t.worker_id, t.incarnation) == (worker_id, body.incarnation)}
     taken = {t.group_id for t in tickets} - own
     capacity: int | None = None
-    if worker.fenced or worker.state == "draining":
+    if worker.fenced or worker.state in ("draining", "asleep"):
         return TicketAnswer(granted=(), capacity=0, expires_at=None)
     wanted = [g for g in asked if g not in own | taken | arrived]
     if run.settings.groups_per_update is not None:

@@ -35,6 +35,7 @@ HOSTILE = {
 }
 MARK = "@@here@@"
 ARROW = {"content-type": ARROW_MEDIA_TYPE}
+DIGEST = {"layout": "l", "registered": "f" * 64}
 ALIVE = {"incarnation": "w-1"}
 FAILURE = {
     "rollout_id": "failed", "task_id": "t", "task_source": "s", "group_id": "f", "sample_index": 0, "attempt": 0,
@@ -62,15 +63,17 @@ def bodies(ledger: Ledger) -> dict[tuple[str, str], Json]:
             "name": "n", "role": "worker", "run_id": "run", "worker_id": "w", "expires_at": "2100-01-01T00:00:00Z",
         },
         ("PUT", "/v1/runs/{run_id}/workers/{worker_id}"): ALIVE | {"engine": "e", "engine_version": "1"},
-        ("POST", "/v1/runs/{run_id}/workers/{worker_id}/heartbeat"): ALIVE,
+        ("POST", "/v1/runs/{run_id}/workers/{worker_id}/heartbeat"): ALIVE | {"asleep_seconds": 1.5},
         ("POST", "/v1/runs/{run_id}/workers/{worker_id}/acks"): ALIVE
-        | {"version": 0, "artifact_hash": ledger.hashes[0], "digest": "d", "caches_reset": ["prefix"]},
+        | {"version": 0, "artifact_hash": ledger.hashes[0], "digest": DIGEST, "caches_reset": ["prefix"]},
+        ("POST", "/v1/runs/{run_id}/workers/{worker_id}/stage"): ALIVE | {"version": 0, "stage": "loading"},
         ("POST", "/v1/runs/{run_id}/workers/{worker_id}/failures"): ALIVE
         | {"version": 0, "stage": "load", "message": "m"},
         ("POST", "/v1/runs/{run_id}/workers/{worker_id}/fence"): {"reason": "r"},
         ("POST", "/v1/runs/{run_id}/workers/{worker_id}/tickets"): ALIVE | {"group_ids": ["x"]},
         ("POST", "/v1/runs/{run_id}/policies"): {
             "version": 7, "parent_version": 0, "base_model": BASE, "updates": ["u"], "kind": "full",
+            "digests": {"l": H},
             "files": [{"name": "w", "size": 1, "sha256": H}],
         },
         ("POST", "/v1/runs/{run_id}/policies/{version}/activations"): {

@@ -6,6 +6,8 @@ import asyncio
 
 from tests.api.ledger import Api, Json, Ledger, ok
 
+DIGEST = {"layout": "l", "registered": "f" * 64, "active": None}
+
 
 async def entries(ledger: Ledger) -> list[Json]:
     found: list[Json] = (await ledger.get("/journal"))["entries"]
@@ -19,8 +21,8 @@ def told(found: list[Json], *fields: str) -> list[tuple[object, ...]]:
 
 async def test_workers(ledger: Ledger) -> None:
     ok(await ledger.call("POST", "/workers/w/fence", {"reason": "its disk is dying"}))
-    await ledger.ack("w", 0, digest="d")
-    await ledger.ack("w", 0, digest="d")  # the same again is no event
+    await ledger.ack("w", 0, digest=DIGEST)
+    await ledger.ack("w", 0, digest=DIGEST)  # the same again is no event
     body = {"incarnation": "w-1", "version": 0, "stage": "load", "message": "out of memory"}
     ok(await ledger.call("POST", "/workers/w/failures", body))
     for way in ("drain", "drain", "deregister", "deregister"):

@@ -31,7 +31,7 @@ async def test_the_whole_chain(ledger: Ledger) -> None:
     assert ok(await ledger.call("POST", "/policies/1/commit"))["state"] == "committed"
     downloaded = await ledger.call("GET", "/policies/1/files/a/w.bin")
     assert downloaded.content == b"w"
-    first = await ledger.ack("w", 1, digest="d")
+    first = await ledger.ack("w", 1, digest={"layout": "l", "registered": "f" * 64})
     assert first["activation"]["reason"] == "missing_worker_ack"
     assert first["activation"]["missing_workers"] == ["v"]
     last = await ledger.ack("v", 1)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.client import ArtifactCorrupt, Coordinator, NotActivated, Refused
+from coordinator.wire.workers import WeightDigest
 from tests.client.runs import BASE, new_run, new_worker, write_adapter
 from tests.client.server_process import ServerProcess
 
@@ -93,7 +94,9 @@ def test_a_policy_becomes_active_once_its_worker_confirmed(coordinator: Coordina
     candidate = worker.heartbeat().candidate
     assert candidate is not None
     assert (candidate.version, candidate.artifact_hash) == (1, policy.artifact_hash)
-    verdict = worker.ack(1, policy.artifact_hash, digest="f" * 64, caches_reset=["prefix"])
+    verdict = worker.ack(
+        1, policy.artifact_hash, digest=WeightDigest(layout="l", registered="f" * 64), caches_reset=["prefix"]
+    )
     assert verdict.activation is not None
     assert verdict.activation.activated
     assert run.activate(1).state == "succeeded"

@@ -146,7 +146,7 @@ def _confirmed(record: Record, workers: tuple[str, ...]) -> Claim:
         asked = {worker.worker_id for worker in activation.required}
         switch = activated_at(record, activation.version)
         words = {e.subject: e for e in acks(record, activation.version) if e.detail["matching"]}
-        digests = {words[worker].detail["digest"] for worker in workers if worker in words}
+        digests = {(words[worker].detail["digest"] or {}).get("registered") for worker in workers if worker in words}
         holds &= (
             switch is not None
             and set(workers) <= asked <= words.keys()

@@ -89,7 +89,7 @@ def _versions(record: Record) -> Table:
         opened = next((a.opened_at for a in record.activations if a.version == policy.version), None)
         switch = activated_at(record, policy.version)
         words = list(acks(record, policy.version)) if opened is not None else []
-        digests = {str(word.detail["digest"])[:12] for word in words if word.detail["digest"]}
+        digests = {str(word.detail["digest"]["registered"])[:12] for word in words if word.detail["digest"]}
         table.add_row(
             f"v{policy.version}",
             policy.artifact_hash[:12],

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from coordinator.wire.workers import WeightDigest
+
 
 class EngineError(Exception):
     """The engine did not do what it was asked; the message says why and what to do."""
@@ -71,7 +73,7 @@ class LoadReport:
     served_version: int
     served_hash: str
     caches_reset: tuple[str, ...]
-    digest: str | None
+    digest: WeightDigest | None
     seconds: float
 
 

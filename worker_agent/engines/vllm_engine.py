@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from coordinator.wire.workers import WeightDigest
 from worker_agent.engines.engine import (
     Completion,
     EngineError,
@@ -134,11 +135,13 @@ class VllmEngine:
         started = time.monotonic()
         with self._lock:
             self._check_open()
-            digest: str | None = None
+            digest: WeightDigest | None = None
             if (folder := _adapter_folder(policy)) is None:
                 self._probe_base()
             else:
-                digest = self._load_adapter(policy, folder)
+                digest = WeightDigest(
+                    layout=f"vllm-lora/{self.dtype}/tp1", registered=self._load_adapter(policy, folder)
+                )
             if not self._llm.reset_prefix_cache():
                 raise EngineError("vLLM did not reset its prefix cache: requests are still running; load again")
             return LoadReport(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Literal
@@ -343,11 +343,13 @@ class AsyncRun:
         base_model: BaseModelIdentity,
         updates: Sequence[str] = (),
         kind: str = "lora",
+        digests: Mapping[str, str] | None = None,
         progress: Progress | None = None,
     ) -> PolicyView:
         """Make the files below `folder` policy `version`: hash, prepare, upload and commit them.
 
         `updates` names the committed updates that made it, `parent_version` the version they began from.
+        `digests` states, by the layout of an engine's weights, what the engine must report once it holds them.
         Safe to repeat after a crash: the same content is a success. `progress` is called with a file's
         name, the bytes sent so far and its size. Raises ValueError for a folder that is no artifact.
         """
@@ -360,6 +362,7 @@ class AsyncRun:
                 "kind": kind,
                 "base_model": base_model,
                 "files": files,
+                "digests": dict(digests or {}),
             }
         )
         view = await self._connection.call("POST", (*self._path, "policies"), PolicyView, body=body)
