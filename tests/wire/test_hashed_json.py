@@ -15,7 +15,8 @@ identifier = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._:@+=-]{0,199}", fullmatch=Tr
 name = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", fullmatch=True)
 sha256 = st.binary(max_size=4).map(lambda data: hashlib.sha256(data).hexdigest())
 index = st.integers(0, 2**31 - 1)
-label = st.none() | st.text(max_size=20)
+no_nul = st.characters(exclude_categories=["Cs"], exclude_characters="\0")
+label = st.none() | st.text(no_nul, max_size=20)
 contract = st.builds(
     GenerationContract,
     tokenizer_hash=sha256,
@@ -31,7 +32,7 @@ generation = st.builds(
     Generation,
     seed=st.none() | st.integers(),
     max_tokens=st.none() | st.integers(),
-    stop=st.none() | st.lists(st.text(max_size=10), max_size=3).map(tuple),
+    stop=st.none() | st.lists(st.text(no_nul, max_size=10), max_size=3).map(tuple),
     finish_reason=label,
     engine=label,
     engine_version=label,
