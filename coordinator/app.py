@@ -16,7 +16,7 @@ from coordinator.body import BodyLimit
 from coordinator.diagnosis import router as diagnosis
 from coordinator.errors import refusals
 from coordinator.openapi import document
-from coordinator.policies import activation
+from coordinator.policies import reading
 from coordinator.policies.endpoints import router as policies
 from coordinator.rollouts.endpoints import router as rollouts
 from coordinator.runs.endpoints import router as runs
@@ -46,7 +46,7 @@ def create_app(database: Database, artifacts: Path, max_body_bytes: int = 64 * 2
     """The application over this database and artifact folder. It closes the database when it ends."""
 
     async def watch(run_id: str) -> Watch:
-        return await database.transaction(activation.watch, run_id)
+        return await database.transaction(reading.watch, run_id)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

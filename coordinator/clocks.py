@@ -10,7 +10,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from coordinator.errors import is_connection_fault
-from coordinator.policies import activation
+from coordinator.policies import fleet
 from coordinator.policies import queries as policy_queries
 from coordinator.rollouts import retention
 from coordinator.runs import queries as run_queries
@@ -29,27 +29,27 @@ ONE_SWEEPER = 7_242_002
 
 
 async def _due(connection: AsyncConnection) -> tuple[list[str], list[str]]:
-    """Runs with ended leases and runs with an overdue activation; none while another replica sweeps."""
+    """Runs with ended leases and runs with an activation to tend; none while another replica sweeps."""
     if not await connection.scalar(text("SELECT pg_try_advisory_xact_lock(:key)"), {"key": ONE_SWEEPER}):
         return [], []
     await connection.execute(worker_queries.DROP_ENDED_TICKETS)
     await connection.execute(run_queries.FOLD_COUNTS)
     leases = (await connection.scalars(update_queries.RUNS_WITH_DUE_UPDATES)).all()
-    overdue = (await connection.scalars(policy_queries.OVERDUE_ACTIVATIONS)).all()
-    return list(leases), list(overdue)
+    activations = (await connection.scalars(policy_queries.TO_TEND)).all()
+    return list(leases), list(activations)
 
 
 async def sweep(database: Database, changes: Changes) -> None:
-    """Once: aborts updates whose lease ended, fails activations whose deadline passed."""
-    leases, overdue = await database.transaction(_due)
+    """Once: aborts updates whose lease ended, drops workers from activations, fails those past their deadline."""
+    leases, activations = await database.transaction(_due)
     for run_id in leases:
         count = await database.transaction(updates.expire_due, run_id)
         log.info("run %s: %d leases ended", run_id, count)
         changes.announce(run_id)
-    for run_id in overdue:
-        await database.transaction(activation.fail_overdue, run_id)
-        log.info("run %s: an activation passed its deadline", run_id)
-        changes.announce(run_id)
+    for run_id in activations:
+        if await database.transaction(fleet.tend, run_id):
+            log.info("run %s: an activation lost workers or passed its deadline", run_id)
+            changes.announce(run_id)
 
 
 async def retire(database: Database, changes: Changes) -> None:

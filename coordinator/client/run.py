@@ -392,9 +392,16 @@ class Run:
     # activations
 
     def activate(
-        self, version: int, activation_id: str | None = None, wait_seconds: float | None = None
+        self,
+        version: int,
+        activation_id: str | None = None,
+        wait_seconds: float | None = None,
+        *,
+        supersede: bool = False,
     ) -> ActivationView:
         """Have every required worker confirm `version`, and wait until it is active.
+
+        While the activation of an older version is open this one waits for its turn; `supersede` ends that one.
 
         Without an id, an activation of this version that still runs or succeeded is taken up, else a new
         one opened. Waits for the end, at the latest the run's `activation_deadline_seconds`, or for
@@ -411,7 +418,7 @@ class Run:
         view = self.view()
         by_hand = view.settings.activation == "by_hand"
         until = None if wait_seconds is None else time.monotonic() + wait_seconds
-        activation = self.open_activation(version, activation_id)
+        activation = self.open_activation(version, activation_id, supersede=supersede)
         seen = 0
         while activation.state in ("waiting", "open"):
             # The event number is read before the state, so that no change between the two is slept through.
@@ -420,7 +427,11 @@ class Run:
                 raise NotActivated(activation)
             watch = self.watch(seen, remaining)
             seen = watch.event_no
-            if by_hand and all(worker.ack == "matching" for worker in activation.required):
+            if (
+                by_hand
+                and activation.state == "open"
+                and all(worker.ack == "matching" for worker in activation.required)
+            ):
                 self.switch(version)
             activation = self.activation(activation_id)
         if activation.state != "succeeded":
@@ -428,13 +439,19 @@ class Run:
         return activation
 
     def open_activation(
-        self, version: int, activation_id: str, required_workers: Sequence[str] | None = None
+        self,
+        version: int,
+        activation_id: str,
+        required_workers: Sequence[str] | None = None,
+        *,
+        supersede: bool = False,
     ) -> ActivationView:
         """Freeze the workers that must confirm `version`, and return at once. The same id again is a
-        success."""
+        success. While another activation is open it waits, unless it is to `supersede` that one."""
         body = OpenActivation(
             activation_id=activation_id,
             required_workers=None if required_workers is None else tuple(required_workers),
+            supersede=supersede,
         )
         path = (*self._path, "policies", str(version), "activations")
         return self._connection.call("POST", path, ActivationView, body=body)

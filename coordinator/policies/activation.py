@@ -1,83 +1,36 @@
 """Activations: the required workers are frozen, they confirm, and the pointer moves in one transaction.
 
-Everything that changes an activation holds the run's lock, so verdicts are made from rows that stand still.
+Everything that changes an activation holds the run's lock, so verdicts are made from rows that stand still. One is
+open at a time; the newest version that was asked for meanwhile waits, and opens when that one ends.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any, cast
 
+from sqlalchemy import TextClause
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from coordinator.errors import Refusal
 from coordinator.operations.access import Caller
 from coordinator.operations.journal import record_event, record_failure
 from coordinator.policies import queries
+from coordinator.policies.reading import find_activation
 from coordinator.rollouts.quarantine import quarantine_of_versions
 from coordinator.rules.activation import decide_activation
-from coordinator.runs.service import Run, get_run, lock_run
+from coordinator.runs.service import Run, lock_run
 from coordinator.wire.policies import (
-    ActivationList,
     ActivationVerdict,
     ActivationView,
-    Candidate,
     GiveUp,
     OpenActivation,
     PolicyRef,
-    RequiredWorker,
-    Watch,
 )
 
 
-async def _required(
-    connection: AsyncConnection, run: Run, activation_id: str | None
-) -> dict[str, list[RequiredWorker]]:
-    """The required workers of one activation, or of all, with what they said."""
-    rows = await connection.execute(queries.REQUIRED_WORKERS, {"run_no": run.run_no, "activation_id": activation_id})
-    required: defaultdict[str, list[RequiredWorker]] = defaultdict(list)
-    for row in rows:
-        ack = "missing" if row.matching is None else "matching" if row.matching else "mismatched"
-        required[row.activation_id].append(
-            RequiredWorker.model_validate(
-                {
-                    "worker_id": row.worker_id,
-                    "incarnation": row.incarnation,
-                    "ack": ack,
-                    "acked_at": row.acked_at,
-                    "detail": row.detail,
-                }
-            )
-        )
-    return required
-
-
-def _view(row: Any, required: list[RequiredWorker]) -> ActivationView:
-    fields = {name: getattr(row, name) for name in ActivationView.model_fields.keys() - {"required"}}
-    return ActivationView(required=tuple(required), **fields)
-
-
-async def find_activation(connection: AsyncConnection, run: Run, activation_id: str) -> ActivationView:
-    """The activation, or a refusal."""
-    row = (
-        await connection.execute(queries.GET_ACTIVATION, {"run_no": run.run_no, "activation_id": activation_id})
-    ).one_or_none()
-    if row is None:
-        raise Refusal("activation_unknown", f"there is no activation {activation_id}")
-    return _view(row, (await _required(connection, run, activation_id))[activation_id])
-
-
-async def get_activation(connection: AsyncConnection, run_id: str, activation_id: str) -> ActivationView:
-    """One activation."""
-    return await find_activation(connection, await get_run(connection, run_id), activation_id)
-
-
-async def list_activations(connection: AsyncConnection, run_id: str) -> ActivationList:
-    """Every activation, oldest first."""
-    run = await get_run(connection, run_id)
-    required = await _required(connection, run, None)
-    rows = await connection.execute(queries.LIST_ACTIVATIONS, {"run_no": run.run_no})
-    return ActivationList(activations=[_view(row, required[row.activation_id]) for row in rows])
+async def _row(connection: AsyncConnection, statement: TextClause, run: Run, **keys: object) -> Any:
+    return (await connection.execute(statement, {"run_no": run.run_no} | keys)).one_or_none()
 
 
 async def open_activation(
@@ -85,61 +38,92 @@ async def open_activation(
 ) -> tuple[ActivationView, bool]:
     """Freezes the required workers, or finds the same activation. Second: whether it is new.
 
-    The artifact may still be on its way; only the switch needs it committed.
+    The artifact may still be on its way; only the switch needs it committed. While another activation is open, a newer
+    version waits, unless it is to supersede.
     """
     run = await lock_run(connection, run_id)
-    keys = {"run_no": run.run_no, "activation_id": body.activation_id}
     asked = None if body.required_workers is None else sorted(set(body.required_workers))
-    row = (await connection.execute(queries.GET_ACTIVATION, keys)).one_or_none()
+    row = await _row(connection, queries.GET_ACTIVATION, run, activation_id=body.activation_id)
     if row is not None:
         if row.version != version or row.asked_workers != asked:
             raise Refusal("activation_conflict", f"activation {body.activation_id} is of version {row.version}")
         return await find_activation(connection, run, body.activation_id), False
-    policy = (await connection.execute(queries.GET_VERSION, {"run_no": run.run_no, "version": version})).one_or_none()
+    policy = await _row(connection, queries.GET_VERSION, run, version=version)
     if policy is None:
         raise Refusal("policy_version_unknown", f"the run has no policy version {version}")
     if policy.state not in ("prepared", "committed"):
         raise Refusal("policy_state", f"version {version} is {policy.state}")
     if version <= run.active.version:
         raise Refusal("non_monotonic_version", f"version {run.active.version} is active already")
-    other = (await connection.execute(queries.OPEN_ACTIVATION, {"run_no": run.run_no})).one_or_none()
-    if other is not None:
-        raise Refusal(
-            "activation_open",
-            f"activation {other.activation_id} of version {other.version} is open until {other.deadline_at}",
-        )
-    await connection.execute(
-        queries.INSERT_ACTIVATION,
-        keys
-        | {
-            "version": version,
-            "asked_workers": asked,
-            "deadline_seconds": run.settings.activation_deadline_seconds,
-        },
-    )
+    opened = await _row(connection, queries.OPEN_ACTIVATION, run)
+    waiting = await _row(connection, queries.WAITING_ACTIVATION, run)
+    for other, how in ((opened, "is open"), (waiting, "waits")):
+        if other is not None and version <= other.version:
+            raise Refusal("activation_open", f"activation {other.activation_id} of version {other.version} {how}")
+    unknown = (await connection.scalars(queries.UNKNOWN_WORKERS, {"run_no": run.run_no, "asked_workers": asked})).all()
+    if unknown:
+        raise Refusal("worker_unknown", f"not registered: {', '.join(unknown)}")
+    if waiting is not None:  # only the newest waits
+        await _supersede(connection, run, waiting, version, caller.actor)
+    if opened is not None and body.supersede:
+        await _supersede(connection, run, opened, version, caller.actor)
+    keys = {"run_no": run.run_no, "activation_id": body.activation_id, "version": version, "asked_workers": asked}
+    await connection.execute(queries.INSERT_ACTIVATION, keys)
+    if opened is not None and not body.supersede:
+        await record_event(
+            connection, run.run_no, "activation.waiting", body.activation_id, caller.actor,
+            version=version, behind=opened.activation_id,
+        )  # fmt: skip
+    elif not await _begin(connection, run, body.activation_id, version, asked, caller.actor):
+        raise Refusal("no_required_workers", f"run {run_id} has no worker that could confirm version {version}")
+    return await find_activation(connection, run, body.activation_id), True
+
+
+async def _begin(
+    connection: AsyncConnection, run: Run, activation_id: str, version: int, asked: list[str] | None, actor: str
+) -> bool:
+    """Opens an activation that waits: its workers are frozen and its deadline begins. False: nobody could confirm."""
+    keys = {"run_no": run.run_no, "activation_id": activation_id}
     frozen = (
         await connection.scalars(
             queries.FREEZE_WORKERS,
             keys | {"asked_workers": asked, "lost_after_seconds": run.settings.lost_after_seconds},
         )
     ).all()
-    unknown = sorted(set(asked or ()) - set(frozen))
-    if unknown:
-        raise Refusal("worker_unknown", f"not registered: {', '.join(unknown)}")
     if not frozen:
-        raise Refusal("no_required_workers", f"run {run_id} has no worker that could confirm version {version}")
+        return False
+    await connection.execute(
+        queries.BEGIN_ACTIVATION, keys | {"deadline_seconds": run.settings.activation_deadline_seconds}
+    )
+    opened = await _row(connection, queries.OPEN_ACTIVATION, run)
     await record_event(
         connection,
         run.run_no,
         "activation.opened",
-        body.activation_id,
-        caller.actor,
+        activation_id,
+        actor,
         version=version,
-        artifact_hash=policy.artifact_hash,
+        artifact_hash=opened.artifact_hash,
         required_workers=sorted(frozen),
     )
-    await switch_if_ready(connection, run, version, caller.actor)
-    return await find_activation(connection, run, body.activation_id), True
+    return True
+
+
+async def _supersede(connection: AsyncConnection, run: Run, other: Any, version: int, actor: str) -> None:
+    """Ends an activation for the sake of a newer version; its own is abandoned."""
+    await _end(connection, run, other, "superseded", f"version {version} was asked for", actor)
+    await connection.execute(queries.ABANDON_VERSION, {"run_no": run.run_no, "version": other.version})
+
+
+async def _open_waiting(connection: AsyncConnection, run: Run, actor: str) -> None:
+    """After the open activation ended: the one that waits opens, with the workers that are there now."""
+    waiting = await _row(connection, queries.WAITING_ACTIVATION, run)
+    if waiting is None:
+        return
+    begun = await _begin(connection, run, waiting.activation_id, waiting.version, waiting.asked_workers, actor)
+    if not begun:
+        reason = "no_required_workers: nobody could confirm it when its turn came"
+        await _end(connection, run, waiting, "failed", reason, actor)
 
 
 async def judge(connection: AsyncConnection, run: Run, activation: Any) -> ActivationVerdict:
@@ -200,6 +184,7 @@ async def _switch(connection: AsyncConnection, run: Run, activation: Any, actor:
         artifact_hash=activation.artifact_hash,
         retired=run.active.version,
     )
+    await _open_waiting(connection, run, actor)
     return ActivationVerdict(
         activated=True,
         reason="activated",
@@ -241,6 +226,8 @@ async def activate(connection: AsyncConnection, run_id: str, version: int, calle
             mismatched_workers=(),
             active=run.active,
         )
+    if activation.state == "waiting":
+        raise Refusal("activation_open", f"activation {activation.activation_id} waits for the open one to end")
     if activation.state != "open":
         raise Refusal(
             "activation_ended",
@@ -253,21 +240,21 @@ async def activate(connection: AsyncConnection, run_id: str, version: int, calle
 async def give_up(
     connection: AsyncConnection, run_id: str, activation_id: str, body: GiveUp, caller: Caller
 ) -> ActivationView:
-    """Ends an open activation. Its version is abandoned, and what workers made with it is quarantined."""
+    """Ends an activation that is open or waits. Its version is abandoned, and what workers made with it is
+    quarantined."""
     run = await lock_run(connection, run_id)
     activation = await find_activation(connection, run, activation_id)
     if activation.state == "given_up":
         return activation
-    if activation.state != "open":
+    if activation.state not in ("open", "waiting"):
         raise Refusal("activation_ended", f"activation {activation_id} is {activation.state}")
     await _end(connection, run, activation, "given_up", body.reason, caller.actor)
     await connection.execute(queries.ABANDON_VERSION, {"run_no": run.run_no, "version": activation.version})
+    await _open_waiting(connection, run, caller.actor)
     return await find_activation(connection, run, activation_id)
 
 
-async def _end(
-    connection: AsyncConnection, run: Run, activation: ActivationView, state: str, reason: str, actor: str
-) -> None:
+async def _end(connection: AsyncConnection, run: Run, activation: Any, state: str, reason: str, actor: str) -> None:
     """Ends an activation without the switch, and records why."""
     keys = {"run_no": run.run_no, "activation_id": activation.activation_id}
     # Waits for arrivals that were judged while this was open, so that the quarantine below finds them.
@@ -286,48 +273,17 @@ async def _end(
     await quarantine_of_versions(connection, run, [activation.version], "candidate_not_activated", actor)
 
 
-async def fail(connection: AsyncConnection, run: Run, activation_id: str, reason: str, actor: str) -> None:
-    """Fails an open activation; the run's lock is held."""
-    await _end(connection, run, await find_activation(connection, run, activation_id), "failed", reason, actor)
+async def fail(connection: AsyncConnection, run: Run, activation: Any, reason: str, actor: str) -> None:
+    """Fails an activation that is open or waits; the version may be tried again. The run's lock is held."""
+    await _end(connection, run, activation, "failed", reason, actor)
+    await _open_waiting(connection, run, actor)
 
 
-async def fail_overdue(connection: AsyncConnection, run_id: str) -> None:
-    """Fails the run's open activation if its deadline has passed; the version may be tried again."""
-    run = await lock_run(connection, run_id)
-    row = (await connection.execute(queries.OPEN_ACTIVATION, {"run_no": run.run_no})).one_or_none()
-    overdue = (await connection.scalars(queries.OVERDUE_ACTIVATIONS)).all()
-    if row is None or run_id not in overdue:
-        return
-    verdict = await judge(connection, run, row)
-    silent = ", ".join((*verdict.missing_workers, *verdict.mismatched_workers))
-    activation = await find_activation(connection, run, row.activation_id)
-    reason = f"deadline: {verdict.reason}" + (f" ({silent})" if silent else "")
-    await _end(connection, run, activation, "failed", reason, "clock")
-
-
-async def leave(connection: AsyncConnection, run: Run, worker_id: str, reason: str, actor: str) -> None:
-    """Takes a worker that drains or deregisters out of the open activation, with a record."""
-    activation_id = await connection.scalar(
-        queries.LEAVE_ACTIVATION, {"run_no": run.run_no, "worker_id": worker_id, "reason": reason}
-    )
-    if activation_id is None:
-        return
-    await record_event(
-        connection, run.run_no, "activation.dropped", activation_id, actor, worker_id=worker_id, reason=reason
-    )
-    activation = await find_activation(connection, run, activation_id)
-    if activation.required:
-        await switch_if_ready(connection, run, activation.version, actor)
-    else:
-        await _end(connection, run, activation, "failed", "no_required_workers: the last one left", actor)
-
-
-async def watch(connection: AsyncConnection, run_id: str) -> Watch:
-    """The active version and the candidate that is to follow it."""
-    run = await get_run(connection, run_id)
-    row = (await connection.execute(queries.OPEN_ACTIVATION, {"run_no": run.run_no})).one_or_none()
-    candidate = None
-    if row is not None:
-        names = Candidate.model_fields.keys()
-        candidate = Candidate.model_validate({name: getattr(row, name) for name in names})
-    return Watch(event_no=run.event_no, active=run.active, candidate=candidate)
+async def fail_of_versions(
+    connection: AsyncConnection, run: Run, versions: Sequence[int], reason: str, actor: str
+) -> None:
+    """Fails the activations of these versions, the waiting one first, so that it does not open meanwhile."""
+    for statement in (queries.WAITING_ACTIVATION, queries.OPEN_ACTIVATION):
+        row = await _row(connection, statement, run)
+        if row is not None and row.version in versions:
+            await fail(connection, run, row, reason, actor)

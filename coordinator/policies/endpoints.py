@@ -12,7 +12,7 @@ from coordinator.addresses import ActivationId, FileName, RunId, VersionNumber
 from coordinator.errors import Refusal, refusals
 from coordinator.media import AGAIN
 from coordinator.operations.access import Anyone, ChangesHere, DatabaseHere, Trainer
-from coordinator.policies import activation, service
+from coordinator.policies import activation, reading, service
 from coordinator.runs.service import get_run
 from coordinator.storage.artifacts import ArtifactStore
 from coordinator.storage.watchers import Watchers
@@ -211,7 +211,11 @@ async def open_activation(
     changes: ChangesHere,
     response: Response,
 ) -> ActivationView:
-    """Open an activation: from now on these workers must load the version and confirm it."""
+    """Open an activation: from now on these workers must load the version and confirm it.
+
+    While another one is open, the newest version that was asked for waits, and opens when that one ends; an older one
+    that waits is superseded. With `supersede` the open one ends at once, and its version is abandoned.
+    """
     view, new = await database.transaction(activation.open_activation, run_id, version, body, caller)
     response.status_code = status.HTTP_201_CREATED if new else status.HTTP_200_OK
     changes.announce(run_id)
@@ -220,7 +224,7 @@ async def open_activation(
 
 @router.post(
     "/policies/{version}/activate",
-    responses=refusals("run_unknown", "activation_unknown", "activation_ended"),
+    responses=refusals("run_unknown", "activation_unknown", "activation_open", "activation_ended"),
 )
 async def activate_policy(
     run_id: RunId, version: VersionNumber, caller: Trainer, database: DatabaseHere, changes: ChangesHere
@@ -237,7 +241,7 @@ async def activate_policy(
 @router.get("/activations", responses=refusals("run_unknown"))
 async def list_activations(run_id: RunId, caller: Anyone, database: DatabaseHere) -> ActivationList:
     """List the run's activations with each required worker's ack."""
-    return await database.transaction(activation.list_activations, run_id)
+    return await database.transaction(reading.list_activations, run_id)
 
 
 @router.get("/activations/{activation_id}", responses=refusals("run_unknown", "activation_unknown"))
@@ -245,7 +249,7 @@ async def get_activation(
     run_id: RunId, activation_id: ActivationId, caller: Anyone, database: DatabaseHere
 ) -> ActivationView:
     """Show an activation with each required worker's ack."""
-    return await database.transaction(activation.get_activation, run_id, activation_id)
+    return await database.transaction(reading.get_activation, run_id, activation_id)
 
 
 @router.post(
@@ -260,7 +264,7 @@ async def give_up_activation(
     database: DatabaseHere,
     changes: ChangesHere,
 ) -> ActivationView:
-    """Give an open activation up. The active version stays; the candidate is abandoned."""
+    """Give up an activation that is open or waits. The active version stays; the candidate is abandoned."""
     view = await database.transaction(activation.give_up, run_id, activation_id, body, caller)
     changes.announce(run_id)
     return view

@@ -57,7 +57,7 @@ ACTIVATE_VERSION = text("""
 MOVE_POINTER = text("UPDATE runs SET active_version = :version WHERE run_no = :run_no")
 
 _ACTIVATION = """
-    a.activation_id, a.version, v.artifact_hash, v.kind, a.state, a.asked_workers, a.reason, a.opened_at,
+    a.activation_id, a.version, v.artifact_hash, v.kind, a.state, a.asked_workers, a.reason, a.asked_at, a.opened_at,
     a.deadline_at, a.ended_at
 """
 _WITH_VERSION = "activations a JOIN policy_versions v USING (run_no, version)"
@@ -67,21 +67,34 @@ GET_ACTIVATION = text(f"""
 """)
 
 LIST_ACTIVATIONS = text(f"""
-    SELECT {_ACTIVATION} FROM {_WITH_VERSION} WHERE a.run_no = :run_no ORDER BY a.opened_at, a.activation_id
+    SELECT {_ACTIVATION} FROM {_WITH_VERSION} WHERE a.run_no = :run_no ORDER BY a.asked_at, a.activation_id
 """)
 
 OPEN_ACTIVATION = text(f"SELECT {_ACTIVATION} FROM {_WITH_VERSION} WHERE a.run_no = :run_no AND a.state = 'open'")
 
+WAITING_ACTIVATION = text(f"SELECT {_ACTIVATION} FROM {_WITH_VERSION} WHERE a.run_no = :run_no AND a.state = 'waiting'")
+
 LATEST_OF_VERSION = text(f"""
     SELECT {_ACTIVATION} FROM {_WITH_VERSION} WHERE a.run_no = :run_no AND a.version = :version
-    ORDER BY (a.state = 'open') DESC, a.opened_at DESC LIMIT 1
+    ORDER BY (a.state IN ('open', 'waiting')) DESC, a.asked_at DESC LIMIT 1
 """)
 
 INSERT_ACTIVATION = text("""
-    INSERT INTO activations (run_no, activation_id, version, state, asked_workers, opened_at, deadline_at)
-    SELECT :run_no, :activation_id, :version, 'open', CAST(:asked_workers AS text[]), t,
-           t + make_interval(secs => :deadline_seconds)
-    FROM (SELECT clock_timestamp() AS t) AS now
+    INSERT INTO activations (run_no, activation_id, version, state, asked_workers)
+    VALUES (:run_no, :activation_id, :version, 'waiting', CAST(:asked_workers AS text[]))
+""")
+
+BEGIN_ACTIVATION = text("""
+    WITH now AS MATERIALIZED (SELECT clock_timestamp() AS t)
+    UPDATE activations SET state = 'open', opened_at = t, deadline_at = t + make_interval(secs => :deadline_seconds)
+    FROM now WHERE run_no = :run_no AND activation_id = :activation_id AND state = 'waiting'
+""")
+
+UNKNOWN_WORKERS = text("""
+    SELECT id FROM unnest(CAST(:asked_workers AS text[])) AS id
+    WHERE NOT EXISTS (
+        SELECT FROM workers WHERE run_no = :run_no AND worker_id = id AND deregistered_at IS NULL)
+    ORDER BY id
 """)
 
 # Freezes the required workers: those asked for by name, or every live one that neither drains nor is fenced.
@@ -115,18 +128,48 @@ REQUIRED_WORKERS = text("""
 
 END_ACTIVATION = text("""
     UPDATE activations SET state = :state, reason = :reason, ended_at = clock_timestamp()
+    WHERE run_no = :run_no AND activation_id = :activation_id AND state IN ('open', 'waiting')
+""")
+
+DROP_WORKER = text("""
+    UPDATE activation_workers SET dropped_at = clock_timestamp(), dropped_reason = :reason
+    WHERE run_no = :run_no AND activation_id = :activation_id AND worker_id = :worker_id AND dropped_at IS NULL
+    RETURNING worker_id
+""")
+
+DROPPED_WORKERS = text("""
+    SELECT activation_id, worker_id, incarnation, dropped_at, dropped_reason FROM activation_workers
+    WHERE run_no = :run_no AND dropped_at IS NOT NULL
+      AND (CAST(:activation_id AS text) IS NULL OR activation_id = :activation_id)
+    ORDER BY activation_id, dropped_at, worker_id
+""")
+
+# Required workers that cannot confirm as they stand: silent for too long, or fenced.
+ABSENT_WORKERS = text(f"""
+    SELECT q.worker_id, COALESCE('fenced: ' || w.fenced_reason, 'lost') AS why
+    FROM activation_workers q JOIN workers w USING (run_no, worker_id)
+    WHERE q.run_no = :run_no AND q.activation_id = :activation_id AND q.dropped_at IS NULL
+      AND (w.fenced_reason IS NOT NULL OR {LOST})
+    ORDER BY q.worker_id
+""")
+
+FENCE_DROPPED = text("""
+    UPDATE workers SET fenced_reason = :reason, must_ack_active = true
+    WHERE run_no = :run_no AND worker_id = :worker_id
+""")
+
+IS_OVERDUE = text("""
+    SELECT deadline_at <= clock_timestamp() FROM activations
     WHERE run_no = :run_no AND activation_id = :activation_id AND state = 'open'
 """)
 
-LEAVE_ACTIVATION = text("""
-    UPDATE activation_workers q SET dropped_at = clock_timestamp(), dropped_reason = :reason
-    FROM activations a
-    WHERE q.run_no = :run_no AND q.worker_id = :worker_id AND q.dropped_at IS NULL
-      AND a.run_no = q.run_no AND a.activation_id = q.activation_id AND a.state = 'open'
-    RETURNING q.activation_id
-""")
-
-OVERDUE_ACTIVATIONS = text("""
+# Runs with an open activation that is past its deadline, or whose lost and fenced workers are to be dropped.
+TO_TEND = text("""
     SELECT r.run_id FROM activations a JOIN runs r USING (run_no)
-    WHERE a.state = 'open' AND a.deadline_at <= clock_timestamp()
+    WHERE a.state = 'open' AND (a.deadline_at <= clock_timestamp() OR (
+        r.settings ->> 'on_lost' = 'drop' AND EXISTS (
+            SELECT FROM activation_workers q JOIN workers w USING (run_no, worker_id)
+            WHERE q.run_no = a.run_no AND q.activation_id = a.activation_id AND q.dropped_at IS NULL
+              AND (w.fenced_reason IS NOT NULL OR GREATEST(w.heartbeat_at, w.asleep_until) <= clock_timestamp()
+                   - make_interval(secs => CAST(r.settings ->> 'lost_after_seconds' AS float8))))))
 """)

@@ -8,7 +8,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from coordinator.operations.journal import record_event
-from coordinator.policies import activation, queries
+from coordinator.policies import activation
 from coordinator.runs.service import Run
 
 # Versions that these updates made, and every descendant of theirs: its weights contain the same steps. One that
@@ -43,9 +43,7 @@ async def withdraw_made_by(
     versions = list((await connection.scalars(MADE_BY, keys)).all())
     if not versions:
         return []
-    opened = (await connection.execute(queries.OPEN_ACTIVATION, {"run_no": run.run_no})).one_or_none()
-    if opened is not None and opened.version in versions:
-        await activation.fail(connection, run, opened.activation_id, f"policy_withdrawn: {reason}", actor)
+    await activation.fail_of_versions(connection, run, versions, f"policy_withdrawn: {reason}", actor)
     await connection.execute(WITHDRAW, {"run_no": run.run_no, "versions": versions})
     for version in versions:
         await record_event(connection, run.run_no, "policy.withdrawn", str(version), actor, reason=reason)

@@ -26,6 +26,8 @@ SESSION = {
     "timezone": "UTC",
     # A generic plan that was made while a table was empty stays slow for ever; see docs on plans.
     "plan_cache_mode": "force_custom_plan",
+    # Compiling costs more than any of our statements takes, and is chosen by estimates that are wrong on new tables.
+    "jit": "off",
     "statement_timeout": "60000",
     "lock_timeout": "30000",
     "idle_in_transaction_session_timeout": "60000",

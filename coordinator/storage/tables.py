@@ -207,6 +207,7 @@ workers = Table(
     _at("registered_at", now=True),
     _at("heartbeat_at", now=True),
     _at("asleep_until", nullable=True),
+    Column("must_ack_active", Boolean, nullable=False, server_default=text("false")),
     _at("deregistered_at", nullable=True),
     PrimaryKeyConstraint("run_no", "worker_id"),
 )

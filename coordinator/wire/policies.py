@@ -101,6 +101,11 @@ class OpenActivation(WireModel):
     required_workers: tuple[Name, ...] | None = Field(
         None, fail_fast=True, description="by name; left out: every live worker that is neither draining nor fenced"
     )
+    supersede: bool = Field(
+        False,
+        strict=True,
+        description="end the activation that is open, and abandon its version, rather than wait for its end",
+    )
 
 
 class RequiredWorker(WireModel):
@@ -113,6 +118,14 @@ class RequiredWorker(WireModel):
     detail: str | None
 
 
+class DroppedWorker(WireModel):
+    """A worker that an activation no longer waits for."""
+
+    worker_id: str
+    dropped_at: datetime
+    reason: str
+
+
 class ActivationView(WireModel):
     """An activation as it stands."""
 
@@ -120,10 +133,12 @@ class ActivationView(WireModel):
     version: int
     artifact_hash: Sha256
     state: Literal["waiting", "open", "succeeded", "failed", "given_up", "superseded"]
-    required: tuple[RequiredWorker, ...]
+    required: tuple[RequiredWorker, ...] = Field(description="who must confirm; none while it waits")
+    dropped: tuple[DroppedWorker, ...] = Field(description="who was required and left, or was dropped")
     reason: str | None
-    opened_at: datetime
-    deadline_at: datetime
+    asked_at: datetime
+    opened_at: datetime | None = Field(description="none: it waits for the open activation to end")
+    deadline_at: datetime | None
     ended_at: datetime | None
 
 

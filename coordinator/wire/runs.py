@@ -43,6 +43,14 @@ class RunSettings(WireModel):
         (), fail_fast=True, description="caches that every ack must say it reset"
     )
     activation: Literal["last_ack", "by_hand"] = Field("last_ack", description="what makes the switch")
+    on_lost: Literal["block", "drop"] = Field(
+        "block",
+        description="a required worker that is lost blocks the activation until its deadline, or is dropped with a "
+        "record, as are fenced ones, and at the deadline all that did not confirm",
+    )
+    min_workers: int = Field(
+        1, strict=True, ge=1, le=1_000_000, description="with on_lost drop: how many must remain, or have confirmed"
+    )
     on_expiry: Literal["release", "quarantine"] = Field("release", description="what an expired lease does")
     other_contract: Literal["reject", "keep_apart"] = Field(
         "reject", description="keep_apart: rollouts of another generation contract are stored under their own hash"

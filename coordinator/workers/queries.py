@@ -23,7 +23,7 @@ REGISTER = text("""
     VALUES (:run_no, :worker_id, :incarnation, :engine, :engine_version)
     ON CONFLICT (run_no, worker_id) DO UPDATE SET
         incarnation = EXCLUDED.incarnation, engine = EXCLUDED.engine, engine_version = EXCLUDED.engine_version,
-        draining = false, fenced_reason = NULL, registered_at = clock_timestamp(),
+        draining = false, fenced_reason = NULL, must_ack_active = false, registered_at = clock_timestamp(),
         heartbeat_at = clock_timestamp(), asleep_until = NULL, deregistered_at = NULL
 """)
 
@@ -34,6 +34,10 @@ REMEMBER_INCARNATION = text("""
 """)
 
 GET_WORKER = text(f"SELECT {_COLUMNS} FROM workers WHERE run_no = :run_no AND worker_id = :worker_id")
+
+MUST_ACK_ACTIVE = text("""
+    SELECT must_ack_active FROM workers WHERE run_no = :run_no AND worker_id = :worker_id
+""")
 
 LOCK_WORKER = text("SELECT FROM workers WHERE run_no = :run_no AND worker_id = :worker_id FOR UPDATE")
 
@@ -54,7 +58,8 @@ SET_DEREGISTERED = text("""
 """)
 
 SET_FENCED = text("""
-    UPDATE workers SET fenced_reason = :reason WHERE run_no = :run_no AND worker_id = :worker_id
+    UPDATE workers SET fenced_reason = :reason, must_ack_active = must_ack_active AND CAST(:reason AS text) IS NOT NULL
+    WHERE run_no = :run_no AND worker_id = :worker_id
 """)
 
 STORE_ACK = text("""

@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from coordinator.errors import Refusal
 from coordinator.operations.access import Caller
 from coordinator.operations.journal import record_event, record_failure
-from coordinator.policies import activation
+from coordinator.policies import activation, fleet, reading
 from coordinator.policies import queries as policy_queries
 from coordinator.policies.service import find_version
 from coordinator.runs.service import Run, get_run, lock_run
@@ -139,7 +139,7 @@ async def beat(connection: AsyncConnection, run_id: str, worker_id: str, body: H
     )
     if heard is None:
         await _live(connection, run, worker_id, body.incarnation)
-    return await activation.watch(connection, run_id)
+    return await reading.watch(connection, run_id)
 
 
 async def drain(
@@ -152,7 +152,7 @@ async def drain(
         keys = {"run_no": run.run_no, "worker_id": worker_id}
         await connection.execute(queries.SET_DRAINING, keys)
         await record_event(connection, run.run_no, "worker.draining", worker_id, caller.actor)
-        await activation.leave(connection, run, worker_id, "draining", caller.actor)
+        await fleet.leave(connection, run, worker_id, "draining", caller.actor)
     return await find_worker(connection, run, worker_id)
 
 
@@ -167,7 +167,7 @@ async def deregister(
     await _live(connection, run, worker_id, body.incarnation)
     await connection.execute(queries.SET_DEREGISTERED, {"run_no": run.run_no, "worker_id": worker_id})
     await record_event(connection, run.run_no, "worker.deregistered", worker_id, caller.actor)
-    await activation.leave(connection, run, worker_id, "deregistered", caller.actor)
+    await fleet.leave(connection, run, worker_id, "deregistered", caller.actor)
     return await find_worker(connection, run, worker_id)
 
 
@@ -190,6 +190,7 @@ async def fence(
 async def take_ack(connection: AsyncConnection, run_id: str, worker_id: str, body: Ack, caller: Caller) -> AckVerdict:
     """Stores what a worker says it serves. A mismatch vouches for nothing and fences; the right ack lifts that.
 
+    A worker that was dropped from an activation stays fenced until it acks the active version.
     Who serves a withdrawn version rightly, as workers do until the restoring one is active, is not fenced for it.
     """
     run = await lock_run(connection, run_id)
@@ -242,7 +243,14 @@ async def take_ack(connection: AsyncConnection, run_id: str, worker_id: str, bod
         )
     if reason not in ("ok", "policy_withdrawn") and worker.fenced_reason is None:
         await _fence(connection, run, worker_id, reason, caller.actor)
-    if reason == "ok" and worker.fenced:
+    if (
+        reason == "ok"
+        and worker.fenced
+        and (
+            body.version == run.active.version
+            or not await connection.scalar(queries.MUST_ACK_ACTIVE, {"run_no": run.run_no, "worker_id": worker_id})
+        )
+    ):
         await _fence(connection, run, worker_id, None, caller.actor)
     verdict = await activation.switch_if_ready(connection, run, body.version, caller.actor)
     return AckVerdict.model_validate(

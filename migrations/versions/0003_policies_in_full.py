@@ -22,6 +22,9 @@ def upgrade() -> None:
         "policy_versions", sa.Column("digests", postgresql.JSONB(), server_default=sa.text("'{}'"), nullable=False)
     )
     op.add_column("workers", sa.Column("asleep_until", _TIME, nullable=True))
+    op.add_column(
+        "workers", sa.Column("must_ack_active", sa.Boolean(), server_default=sa.text("false"), nullable=False)
+    )
     op.drop_column("acks", "digest")
     for name in ("digest_layout", "digest_registered", "digest_active"):
         op.add_column("acks", sa.Column(name, sa.Text(), nullable=True))

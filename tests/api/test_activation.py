@@ -183,15 +183,12 @@ async def test_nobody_to_confirm_is_a_refusal(ledger: Ledger) -> None:
 async def test_one_activation_at_a_time(ledger: Ledger) -> None:
     await ledger.publish(1, 0)
     await ledger.publish(2, 1)
-    ok(await ledger.activation(1))
-    refused(await ledger.activation(2), 409, "activation_open")
-    refused(await ledger.activation(2, "act-1"), 409, "activation_conflict")
-    watch = await ledger.get("/watch")
-    assert (watch["active"]["version"], watch["candidate"]["version"]) == (0, 1)
-    await ledger.ack("w", 1)
     ok(await ledger.activation(2))
-    await ledger.ack("w", 2)
-    assert await active(ledger) == 2
+    refused(await ledger.activation(1), 409, "activation_open")
+    refused(await ledger.activation(2, "again"), 409, "activation_open")
+    refused(await ledger.activation(1, "act-2"), 409, "activation_conflict")
+    watch = await ledger.get("/watch")
+    assert (watch["active"]["version"], watch["candidate"]["version"]) == (0, 2)
 
 
 async def test_an_overtaken_version_cannot_become_active(ledger: Ledger) -> None:
