@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from pydantic import ValidationError
 
+from coordinator.client.waiting import unconfirmed, waits_for
 from coordinator.wire.policies import ActivationView
 from coordinator.wire.problems import ProblemDocument
 
@@ -46,19 +47,20 @@ class ArtifactCorrupt(CoordinatorError):
 
 
 class NotActivated(CoordinatorError):
-    """An activation ended without the switch, or is still open after the wait; `activation` has the
-    workers."""
+    """An activation ended without the switch, or is still open after the wait; the text names the workers that hold
+    it back, `activation` has all of them."""
 
     def __init__(self, activation: ActivationView) -> None:
         self.activation = activation
-        waiting = ", ".join(
-            f"{worker.worker_id} {worker.ack}" for worker in activation.required if worker.ack != "matching"
-        )
+        ended = activation.state not in ("waiting", "open")
+        why = [activation.reason] if activation.reason else []
+        if not ended:
+            why.append(f"it waits for {waits_for(activation)}")
+        elif unconfirmed(activation):
+            why.append(f"not confirmed by {unconfirmed(activation)}")
         super().__init__(
             f"version {activation.version} is not active: activation {activation.activation_id} is "
-            f"{activation.state}"
-            + (f", {activation.reason}" if activation.reason else "")
-            + (f" ({waiting})" if waiting else "")
+            + "; ".join([activation.state, *why])
         )
 
 

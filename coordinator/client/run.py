@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from coordinator.client.errors import ArtifactCorrupt, NotActivated, UnexpectedA
 from coordinator.client.pace import run_blocking
 from coordinator.client.policies import download, upload
 from coordinator.client.updates import Update
+from coordinator.client.waiting import Waiting
 from coordinator.client.workers import Worker
 from coordinator.wire.arrow_stream import ArrowError
 from coordinator.wire.columns import (
@@ -405,8 +407,8 @@ class Run:
 
         Without an id, an activation of this version that still runs or succeeded is taken up, else a new
         one opened. Waits for the end, at the latest the run's `activation_deadline_seconds`, or for
-        `wait_seconds`. Raises `NotActivated` when it failed, was given up or superseded, or did not end in
-        time.
+        `wait_seconds`; what it waits for is logged meanwhile (logger `coordinator.client`, INFO). Raises
+        `NotActivated`, which says the same, when it failed, was given up or superseded, or did not end in time.
         """
         if activation_id is None:
             running = [
@@ -419,13 +421,15 @@ class Run:
         by_hand = view.settings.activation == "by_hand"
         until = None if wait_seconds is None else time.monotonic() + wait_seconds
         activation = self.open_activation(version, activation_id, supersede=supersede)
+        waiting = Waiting(time.monotonic())
         seen = 0
         while activation.state in ("waiting", "open"):
             # The event number is read before the state, so that no change between the two is slept through.
-            remaining = _POLL_SECONDS if until is None else min(_POLL_SECONDS, until - time.monotonic())
-            if remaining <= 0:
+            now = time.monotonic()
+            if until is not None and now >= until:
                 raise NotActivated(activation)
-            watch = self.watch(seen, remaining)
+            waiting.look(activation, now)
+            watch = self.watch(seen, min(_POLL_SECONDS, waiting.next_at - now, (until or math.inf) - now))
             seen = watch.event_no
             if (
                 by_hand

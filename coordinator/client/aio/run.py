@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from coordinator.client.aio.updates import AsyncUpdate
 from coordinator.client.aio.workers import AsyncWorker
 from coordinator.client.artifacts import describe, file_names
 from coordinator.client.errors import ArtifactCorrupt, NotActivated, UnexpectedAnswer
+from coordinator.client.waiting import Waiting
 from coordinator.wire.arrow_stream import ArrowError
 from coordinator.wire.columns import (
     ARROW_MEDIA_TYPE,
@@ -408,8 +410,8 @@ class AsyncRun:
 
         Without an id, an activation of this version that still runs or succeeded is taken up, else a new
         one opened. Waits for the end, at the latest the run's `activation_deadline_seconds`, or for
-        `wait_seconds`. Raises `NotActivated` when it failed, was given up or superseded, or did not end in
-        time.
+        `wait_seconds`; what it waits for is logged meanwhile (logger `coordinator.client`, INFO). Raises
+        `NotActivated`, which says the same, when it failed, was given up or superseded, or did not end in time.
         """
         if activation_id is None:
             running = [
@@ -422,15 +424,21 @@ class AsyncRun:
         by_hand = view.settings.activation == "by_hand"
         until = None if wait_seconds is None else time.monotonic() + wait_seconds
         activation = await self.open_activation(version, activation_id, supersede=supersede)
+        waiting = Waiting(time.monotonic())
         seen = 0
         while activation.state in ("waiting", "open"):
             # The event number is read before the state, so that no change between the two is slept through.
-            remaining = _POLL_SECONDS if until is None else min(_POLL_SECONDS, until - time.monotonic())
-            if remaining <= 0:
+            now = time.monotonic()
+            if until is not None and now >= until:
                 raise NotActivated(activation)
-            watch = await self.watch(seen, remaining)
+            waiting.look(activation, now)
+            watch = await self.watch(seen, min(_POLL_SECONDS, waiting.next_at - now, (until or math.inf) - now))
             seen = watch.event_no
-            if by_hand and activation.state == "open" and all(worker.ack == "matching" for worker in activation.required):
+            if (
+                by_hand
+                and activation.state == "open"
+                and all(worker.ack == "matching" for worker in activation.required)
+            ):
                 await self.switch(version)
             activation = await self.activation(activation_id)
         if activation.state != "succeeded":
