@@ -101,7 +101,9 @@ class RolloutIdentity(WireModel):
         description="which version made which tokens: in order, without gap or overlap over the action tokens",
     )
     span_source: Literal["engine", "segmented", "dispatch"] = Field(
-        description="who knows the spans: the engine, the agent between segments, or the version at dispatch"
+        description="who knows the spans. engine: it reported the version of each token itself; segmented: the agent "
+        "cut the generation where it changed the weights; dispatch: one span, the version that served when the "
+        "request was sent"
     )
     worker_id: Name
     incarnation: Identifier

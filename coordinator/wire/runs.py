@@ -69,14 +69,32 @@ class RunSettings(WireModel):
     rewind_commits: int = Field(
         100, strict=True, ge=0, le=1_000_000, description="commits back that a rewind may go, kept from retention"
     )
-    update_lease_seconds: Seconds = 120
-    hold_seconds: Seconds = 60
-    heartbeat_seconds: Seconds = 15
-    lost_after_seconds: Seconds = 60
-    activation_deadline_seconds: Seconds = 300
-    group_deadline_seconds: Seconds = 900
-    ticket_seconds: Seconds = 600
-    longest_wait_seconds: Seconds = 60
+    update_lease_seconds: Seconds = Field(
+        120,
+        description="how long an update stays open after it was opened or last renewed; then it is expired, and what "
+        "it holds fares as on_expiry says",
+    )
+    hold_seconds: Seconds = Field(
+        60, description="how long candidates stay hidden from other updates after they were offered to one"
+    )
+    heartbeat_seconds: Seconds = Field(15, description="how often a worker is asked to send a heartbeat")
+    lost_after_seconds: Seconds = Field(
+        60,
+        description="silence after which a worker counts as lost: it is not required by activations that open then, "
+        "and does not count as a live producer",
+    )
+    activation_deadline_seconds: Seconds = Field(
+        300, description="how long an activation may stay open before it fails and the old version stays active"
+    )
+    group_deadline_seconds: Seconds = Field(
+        900, description="from a group's first arrival, after which it is ready without the members that are missing"
+    )
+    ticket_seconds: Seconds = Field(
+        600, description="how long a ticket counts as capacity taken unless a rollout of its group arrives"
+    )
+    longest_wait_seconds: Seconds = Field(
+        60, description="the most that a waiting call (watch, candidates) waits, whatever it asks for"
+    )
 
     @model_validator(mode="after")
     def _usable_within_group(self) -> RunSettings:
@@ -102,12 +120,17 @@ class GenerationContract(WireModel):
 
     tokenizer_hash: Sha256
     chat_template_hash: Sha256
-    temperature: Real = Field(ge=0)
-    top_p: Real = Field(gt=0, le=1)
+    temperature: Real = Field(ge=0, description="of the sampling; 0: greedy")
+    top_p: Real = Field(gt=0, le=1, description="1: off")
     top_k: int = Field(0, strict=True, ge=0, description="0: off")
-    min_p: Real = Field(0.0, ge=0, le=1)
-    logprobs_mode: Literal["raw", "processed"]
-    dtype: Literal["float32", "bfloat16", "float16", "float8"]
+    min_p: Real = Field(0.0, ge=0, le=1, description="0: off")
+    logprobs_mode: Literal["raw", "processed"] = Field(
+        description="which distribution the log-probs are of. raw: the model's own logits, before temperature, top_p, "
+        "top_k and min_p (vLLM's default); processed: the one that was sampled from, after them (verl's)"
+    )
+    dtype: Literal["float32", "bfloat16", "float16", "float8"] = Field(
+        description="of the weights in the engine that generated"
+    )
 
 
 class FirstPolicy(WireModel):

@@ -125,6 +125,17 @@ def test_every_call_has_an_example_of_its_request_and_of_its_good_answer(documen
                     assert not schema_faults(document, content["schema"], example["value"]), (name, status, path)
 
 
+def test_every_setting_and_every_part_of_the_contract_is_described(document: Json) -> None:
+    schemas = document["components"]["schemas"]
+    for name in ("RunSettings", "GenerationContract"):
+        for field, schema in schemas[name]["properties"].items():
+            assert schema.get("description"), f"{name}.{field}"
+    for schema, field in (("GenerationContract", "logprobs_mode"), ("Rollout", "span_source")):
+        described = schemas[schema]["properties"][field]
+        for value in described["enum"]:
+            assert f"{value}: " in described["description"], f"{field}: {value}"
+
+
 def test_bodies_in_arrow_are_described_column_by_column(document: Json) -> None:
     found = set()
     for _, _, operation in operations(document):
