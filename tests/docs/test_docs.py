@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,6 +58,23 @@ def test_the_tests_that_hold_a_guarantee_are_there() -> None:
     for file, name in named:
         source = (ROOT / file).read_text(encoding="utf-8")
         assert re.search(rf"^(async )?def {name}\(", source, re.MULTILINE), f"{file}::{name}"
+
+
+def test_the_calls_with_curl(server: ServerProcess, tmp_path: Path) -> None:
+    page = (DOCS / "api.md").read_text(encoding="utf-8")
+    script = page.split("# From nothing to a consumed rollout\n", 1)[1].split("```bash\n", 1)[1].split("```", 1)[0]
+    (tmp_path / ".data").symlink_to(server.data)
+    played = subprocess.run(
+        ["bash", "-eu", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert played.returncode == 0, played.stderr
+    *answers, state, commit_no = played.stdout.splitlines()
+    assert (state, commit_no) == ("consumed", "1"), played.stdout
+    assert len(answers) == script.count("\ncall ") - 2
+    assert not [answer for answer in answers if '"next_step"' in answer]
+    with Coordinator(server.url, server.token) as coordinator:
+        lineage = coordinator.run("first-run").lineage("step-1")
+    assert [(m.rollout_id, m.outcome) for m in lineage.members] == [("sum-1:0", "consumed")]
 
 
 class Learner:
