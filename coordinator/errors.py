@@ -79,6 +79,8 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
         kind = request.headers.get("content-type", "")
         return _answer("unsupported_media_type", f"{kind!r} is not understood here; send application/json")
     first = error.errors()[0]
+    if first["type"] == "json_invalid":  # its place is an offset, and no field's name
+        return _answer("invalid_request", f"body: {first['msg']}: {first['ctx']['error']}", field="body")
     field = ".".join(str(part) for part in first["loc"][1:]) or str(first["loc"][0])
     return _answer("invalid_request", f"{field}: {first['msg']}", field=field)
 

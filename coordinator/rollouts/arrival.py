@@ -91,7 +91,7 @@ def decode_json(body: bytes) -> RolloutColumns:
         if isinstance(items, list) and len(items) > LARGEST_BATCH:
             raise Refusal("too_large", f"a batch holds at most {LARGEST_BATCH} rollouts, not {len(items)}") from whole
         if not isinstance(items, list) or not items:
-            fault = validation_fault(whole)
+            fault = validation_fault(whole, "body")
             raise Refusal("invalid_request", fault.detail, field=fault.field) from whole
     rollouts: list[Rollout] = []
     faults: dict[int, tuple[Fault, str | None]] = {}

@@ -220,7 +220,7 @@ def _decode(kind: str, body: bytes) -> ReserveColumns:
             return decode_reserve(body)
         return reserve_columns(ReserveRequest.model_validate_json(body))
     except ValidationError as error:
-        fault = validation_fault(error)
+        fault = validation_fault(error, "body")
         raise Refusal("invalid_request", fault.detail, field=fault.field) from error
 
 

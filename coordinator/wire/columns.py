@@ -269,12 +269,12 @@ def _write(table: pa.Table) -> bytes:
     return sink.getvalue()
 
 
-def validation_fault(error: ValidationError) -> Fault:
-    """The first thing that a model refused, as a fault with its field."""
+def validation_fault(error: ValidationError, whole: str = "rollout") -> Fault:
+    """The first thing that a model refused, as a fault with its field; `whole` names what is wrong as a whole."""
     first = error.errors(include_url=False, include_input=False)[0]
-    field = ".".join(str(part) for part in first["loc"])
+    field = ".".join(str(part) for part in first["loc"]) or whole
     code = "missing_field" if first["type"] == "missing" else "invalid_field"
-    return Fault(code, field, f"{field or 'rollout'}: {first['msg']}")
+    return Fault(code, field, f"{field}: {first['msg']}")
 
 
 def _parsed(text: str | None, model: type[WireModel], seen: dict[str | None, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -22,6 +23,23 @@ JSON = {"content-type": "application/json"}
 )  # fmt: skip
 async def test_a_body_that_is_no_batch(ledger: Ledger, body: bytes) -> None:
     refused(await ledger.call("POST", "/rollouts", content=body, headers=JSON), 422, "invalid_request")
+
+
+async def test_a_body_that_is_no_json_is_named_as_the_body(ledger: Ledger) -> None:
+    ok(await ledger.open())
+    ids = {"run_id": ledger.run_id, "update_id": "u", "worker_id": "w", "version": "1", "rewind_id": "r"}
+    seen = 0
+    for path, item in ledger.api.app.openapi()["paths"].items():
+        for method, operation in item.items():
+            if "application/json" not in operation.get("requestBody", {}).get("content", {}):
+                continue
+            address = re.sub(r"{(\w+)}", lambda name: ids.get(name[1], "x"), path).removeprefix("/v1")
+            for body in (b"", b'{"rollouts": tru}', b'{"a": 1', b"\xff\xfe"):
+                response = await ledger.api.call(method.upper(), address, content=body, headers=JSON)
+                told = refused(response, 422, "invalid_request")
+                assert (told["field"], told["detail"][:6]) == ("body", "body: "), (path, body, told)
+                seen += 1
+    assert seen > 60
 
 
 async def test_a_field_beside_the_batch(ledger: Ledger) -> None:
