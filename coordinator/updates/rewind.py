@@ -115,6 +115,14 @@ BRING_BACK = (
 """
 )
 
+# What this rewind put into quarantine, in whatever part of it. Under the run's lock and `CHANGE_VERSIONS` nobody else
+# quarantines for these reasons meanwhile.
+QUARANTINED_SINCE = text("""
+    SELECT count(*) FROM rollout_audit
+    WHERE run_no = :run_no AND at >= :began AND event = 'quarantine'
+      AND reason IN ('policy_withdrawn', 'candidate_not_activated')
+""")
+
 BEGAN = text("""
     SELECT LEAST(
         (SELECT min(opened_at) FROM updates WHERE run_no = :run_no AND update_id = ANY(CAST(:update_ids AS text[]))),
@@ -128,7 +136,14 @@ INSERT_REWIND = text("""
     RETURNING at
 """)
 
-_ANSWERED = ("rewound_updates", "fenced_updates", "withdrawn_versions", "released", "no_restorable_version")
+_ANSWERED = (
+    "rewound_updates",
+    "fenced_updates",
+    "withdrawn_versions",
+    "released",
+    "quarantined",
+    "no_restorable_version",
+)
 
 
 async def rewind(
@@ -144,6 +159,7 @@ async def rewind(
             raise Refusal("rewind_conflict", f"rewind {rewind_id} went to commit {row.to_commit_no} ({row.consumed})")
         return await _view(connection, run, row), False
     await _require_on_line(connection, run, body.to_commit_no)
+    began = await connection.scalar(text("SELECT clock_timestamp()"))
     await service.expire_due(connection, run_id)
     fenced = list((await connection.scalars(LOCK_OPEN_UPDATES, {"run_no": run.run_no})).all())
     line = {"run_no": run.run_no, "commit_no": body.to_commit_no}
@@ -159,6 +175,9 @@ async def rewind(
     released = await _bring_back(connection, run, rewind_id, body, rewound, fenced, withdrawn, caller)
     if withdrawn:
         await quarantine_of_versions(connection, run, withdrawn, "policy_withdrawn", caller.actor)
+    quarantined: int = (
+        await connection.execute(QUARANTINED_SINCE, {"run_no": run.run_no, "began": began})
+    ).scalar_one()
     restored: PolicyView | None = None
     if run.active.version in withdrawn:
         restored = await restoring.prepare_restoring(connection, run, body.restoring_version, caller)
@@ -167,6 +186,7 @@ async def rewind(
         "fenced_updates": fenced,
         "withdrawn_versions": withdrawn,
         "released": released,
+        "quarantined": quarantined,
         "no_restorable_version": run.active.version in withdrawn and restored is None,
         "restoring_version": None if restored is None else restored.version,
     }
@@ -194,6 +214,7 @@ async def rewind(
         fenced=fenced,
         withdrawn=withdrawn,
         released=released,
+        quarantined=quarantined,
         reason=body.reason,
     )
     return await _view(connection, run, (await connection.execute(GET_REWIND, keys)).one()), True

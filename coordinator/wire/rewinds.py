@@ -37,6 +37,9 @@ class RewindView(WireModel):
     fenced_updates: list[str] = Field(description="updates that were open")
     withdrawn_versions: list[int] = Field(description="versions that the rewound updates led to")
     released: int = Field(description="rollouts that came back from consumed, offline or quarantined")
+    quarantined: int = Field(
+        description="rollouts with tokens of withdrawn versions that went into quarantine, of those that came back too"
+    )
     restoring: PolicyView | None = Field(
         None, description="prepared when the active version was withdrawn: open its activation"
     )

@@ -50,7 +50,7 @@ async def test_what_later_updates_consumed_comes_back_once(ledger: Ledger) -> No
     await commit(ledger, "u2", "g2", 1)
     answer = await rewind(ledger, 1)
     assert answer["rewound_updates"] == ["u2"]
-    assert answer["released"] == 2
+    assert (answer["released"], answer["quarantined"]) == (2, 0)
     assert (answer["withdrawn_versions"], answer["restoring"], answer["no_restorable_version"]) == ([], None, False)
     assert await states(ledger, "g1:0", "g2:0", "g2:1") == [
         ("consumed", None, 3), ("rewarded", None, 4), ("rewarded", None, 4),
@@ -149,6 +149,8 @@ async def test_versions_of_rewound_updates_are_withdrawn_and_an_older_one_is_res
     await publish(ledger, 3, [], parent=2, ack=False)
     answer = await rewind(ledger, 1)
     assert answer["withdrawn_versions"] == [2, 3]
+    # g2 came back from consumed; both of new were made with version 2.
+    assert (answer["released"], answer["quarantined"]) == (2, 2)
     restoring = answer["restoring"]
     assert (restoring["version"], restoring["state"], restoring["parent_version"]) == (4, "committed", 1)
     assert (restoring["artifact_hash"], restoring["lag_clock"]) == (ledger.hashes[1], 1)
@@ -184,6 +186,18 @@ async def test_an_open_activation_of_a_withdrawn_version_fails(ledger: Ledger) -
     assert (activation["state"], activation["reason"].split(":")[0]) == ("failed", "policy_withdrawn")
     assert (await ledger.ack("w", 1))["reason"] == "policy_withdrawn"
     assert not (await ledger.get("/workers"))["workers"][0]["fenced"]
+
+
+async def test_what_the_failed_candidate_made_is_counted_among_the_quarantined(ledger: Ledger) -> None:
+    await ledger.worker("slow")
+    await commit(ledger, "u1", "g1", 0)
+    await publish(ledger, 1, ["u1"], ack=False)
+    ok(await ledger.activation(1))
+    assert (await ledger.ack("w", 1))["matching"]
+    await ledger.group("early", 1)
+    answer = await rewind(ledger, 0)
+    assert (answer["withdrawn_versions"], answer["released"], answer["quarantined"]) == ([1], 2, 2)
+    assert await states(ledger, "early:0", "early:1") == [("quarantined", "candidate_not_activated", 2)] * 2
 
 
 async def test_stale_against_a_withdrawn_version_comes_back(api: Api) -> None:

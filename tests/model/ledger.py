@@ -515,14 +515,14 @@ class Ledger:
         self.versions[self.candidate].state = "abandoned"
         self._fail_activation()
 
-    def _fail_activation(self) -> None:
+    def _fail_activation(self) -> int:
         assert self.candidate is not None
         version, self.candidate = self.candidate, None
         self.versions[version].failed = True
-        self._quarantine_of([version], "candidate_not_activated")
+        return self._quarantine_of([version], "candidate_not_activated")
 
-    def _quarantine_of(self, versions: Sequence[int], reason: str) -> None:
-        """Whatever has tokens of these versions and is neither held nor consumed."""
+    def _quarantine_of(self, versions: Sequence[int], reason: str) -> int:
+        """Whatever has tokens of these versions and is neither held nor consumed. How many there were."""
         found = [
             r
             for r in self.rollouts.values()
@@ -532,6 +532,7 @@ class Ledger:
         for rollout in found:
             self.move(rollout, "quarantine", "quarantined", reason)
         self.recount({self.key(r.item) for r in found})
+        return len(found)
 
     # updates
 
@@ -859,30 +860,32 @@ class Ledger:
         self.expire()
         fenced = sorted(i for i, u in self.updates.items() if u.state == "open")
         rewound = sorted(i for i, u in self.updates.items() if u.state == "committed" and (u.commit_no or 0) > to)
-        withdrawn = self._withdraw(rewound)
+        withdrawn, quarantined = self._withdraw(rewound)
         for update_id in fenced:
             self._end(update_id, "fenced", False)
         for update_id in rewound:
             self.updates[update_id].state = "rewound"
         self.last_commit = to
         released = self._bring_back(rewind_id, rewound if consumed == "release" else [], rewound + fenced, withdrawn)
-        self._quarantine_of(withdrawn, "policy_withdrawn")
-        answer = (tuple(rewound), tuple(fenced), tuple(withdrawn), released, self._restore())
+        quarantined += self._quarantine_of(withdrawn, "policy_withdrawn")
+        answer = (tuple(rewound), tuple(fenced), tuple(withdrawn), released, quarantined, self._restore())
         self.rewinds[rewind_id] = (to, consumed, answer)
         return answer
 
-    def _withdraw(self, updates: Sequence[str]) -> list[int]:
-        """The versions that these updates made, and all that came of those. An open activation of one fails."""
+    def _withdraw(self, updates: Sequence[str]) -> tuple[list[int], int]:
+        """The versions that these updates made, and all that came of those. An open activation of one fails.
+
+        Second: how many rollouts that quarantined.
+        """
         made: set[int] = set()
         for number, version in sorted(self.versions.items()):
             if version.parent in made or set(version.updates) & set(updates):
                 made.add(number)
         withdrawn = sorted(n for n in made if self.versions[n].state not in ("withdrawn", "abandoned"))
-        if self.candidate in withdrawn:
-            self._fail_activation()
+        quarantined = self._fail_activation() if self.candidate in withdrawn else 0
         for number in withdrawn:
             self.versions[number].state = "withdrawn"
-        return withdrawn
+        return withdrawn, quarantined
 
     def _bring_back(self, rewind_id: str, given_up: list[str], undone: list[str], withdrawn: list[int]) -> int:
         """What undone updates consumed, and what they, or gates judging by withdrawn versions, set aside.

@@ -351,6 +351,7 @@ class Service:
             tuple(answer["fenced_updates"]),
             tuple(answer["withdrawn_versions"]),
             answer["released"],
+            answer["quarantined"],
             None if restoring is None else restoring["version"],
         )
 
