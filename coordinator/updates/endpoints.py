@@ -79,7 +79,14 @@ async def _tidy(database: Database, run_id: str) -> None:
 @rewinds.put(
     "/{rewind_id}",
     status_code=status.HTTP_201_CREATED,
-    responses=refusals("run_unknown", "rewind_conflict", "line_conflict", "beyond_retention", "non_monotonic_version")
+    responses=refusals(
+        "run_unknown",
+        "rewind_conflict",
+        "commit_unknown",
+        "commit_rewound",
+        "beyond_retention",
+        "non_monotonic_version",
+    )
     | {200: {"model": RewindView, "description": AGAIN}},
 )
 async def rewind_line(

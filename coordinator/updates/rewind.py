@@ -38,6 +38,10 @@ SURVIVES = text("""
     SELECT update_id FROM updates WHERE run_no = :run_no AND commit_no = :commit_no AND state = 'committed'
 """)
 
+REWOUND_BY = text("""
+    SELECT reason FROM updates WHERE run_no = :run_no AND commit_no = :commit_no AND state = 'rewound'
+""")
+
 LOCK_OPEN_UPDATES = text("""
     SELECT update_id FROM updates WHERE run_no = :run_no AND state = 'open' ORDER BY update_id FOR UPDATE
 """)
@@ -221,13 +225,17 @@ async def rewind(
 
 
 async def _require_on_line(connection: AsyncConnection, run: Run, commit_no: int) -> None:
-    on_line = commit_no == 0
-    if commit_no:
-        found = await connection.execute(SURVIVES, {"run_no": run.run_no, "commit_no": commit_no})
-        on_line = found.one_or_none() is not None
-    if not on_line:
+    keys = {"run_no": run.run_no, "commit_no": commit_no}
+    if commit_no > run.commits:  # they are numbered without holes
         raise Refusal(
-            "line_conflict", f"commit {commit_no} is not on the surviving line, which ends at {run.last_commit_no}"
+            "commit_unknown", f"the run has made {run.commits} commits, no commit {commit_no}", field="to_commit_no"
+        )
+    if commit_no and (await connection.execute(SURVIVES, keys)).one_or_none() is None:
+        reason = await connection.scalar(REWOUND_BY, keys)
+        raise Refusal(
+            "commit_rewound",
+            f"commit {commit_no} was undone ({reason}); the surviving line ends at {run.last_commit_no}",
+            field="to_commit_no",
         )
     if run.commits - commit_no > run.settings.rewind_commits:
         raise Refusal(

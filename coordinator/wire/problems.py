@@ -70,6 +70,12 @@ _ALL = [
         "Prepare the version first, or check its number.",
     ),
     ProblemCode("activation_unknown", 404, "No such activation", "Open the activation first, or check its id."),
+    ProblemCode(
+        "commit_unknown",
+        404,
+        "No such commit",
+        "Name the commit_no that the checkpoint holds; /updates lists every update with its own.",
+    ),
     ProblemCode("worker_unknown", 404, "No such worker", "Register the worker first, or check its id."),
     ProblemCode("token_unknown", 404, "No such token", "List the tokens, and check the id."),
     ProblemCode(
@@ -197,6 +203,12 @@ _ALL = [
         409,
         "The rewind exists with other content",
         "Choose another rewind id, or send what it was made with.",
+    ),
+    ProblemCode(
+        "commit_rewound",
+        409,
+        "An earlier rewind undid that commit",
+        "Restore a checkpoint of a commit that survives, and name that one: its update is committed, not rewound.",
     ),
     ProblemCode(
         "beyond_retention",

@@ -70,7 +70,14 @@ async def test_what_later_updates_consumed_comes_back_once(ledger: Ledger) -> No
     assert (again["state"], again["commit_no"]) == ("rewound", 2)
     # The commit that no longer is on the line cannot be gone back to.
     body = {"to_commit_no": 2, "reason": "x"}
-    refused(await ledger.call("PUT", "/rewinds/other", body), 409, "line_conflict")
+    told = refused(await ledger.call("PUT", "/rewinds/other", body), 409, "commit_rewound")
+    assert (told["field"], told["detail"]) == (
+        "to_commit_no",
+        "commit 2 was undone (rewind back: the checkpoint was restored); the surviving line ends at 3",
+    )
+    # One that was never made is another mistake, before and after rewinds.
+    told = refused(await ledger.call("PUT", "/rewinds/other", body | {"to_commit_no": 4}), 404, "commit_unknown")
+    assert (told["field"], told["detail"]) == ("to_commit_no", "the run has made 3 commits, no commit 4")
 
 
 async def test_what_was_consumed_may_stay_spent(ledger: Ledger) -> None:

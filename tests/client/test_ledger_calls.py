@@ -25,7 +25,7 @@ def test_rewind_and_what_it_leads_to(coordinator: Coordinator) -> None:
     assert (view.rewound_updates, view.released) == ([last.update_id], len(candidates))
     assert run.rewind(1, "the same again", rewind_id="back") == view
     assert run.rewinds() == [view]
-    with pytest.raises(Refused, match="line_conflict"):
+    with pytest.raises(Refused, match="commit_rewound"):
         run.rewind(2, "no longer on the line")
     assert [use.state for use in run.uses_of_version(0)] == ["committed", "rewound"]
     assert run.uses_of_ruleset("count", "d" * 64) == run.uses_of_version(0)

@@ -185,7 +185,7 @@ def test_of_two_rewinds_at_once_the_line_keeps_what_both_keep(
         assert again == far
         undone = set(far.rewound_updates)
         if isinstance(near, Refused):
-            assert (near.code, undone) == ("line_conflict", {f"middle{number}", f"last{number}"})
+            assert (near.code, undone) == ("commit_rewound", {f"middle{number}", f"last{number}"})
         else:
             assert (near.rewound_updates, undone) == ([f"last{number}"], {f"middle{number}"})
         assert runs[0].view().last_commit_no == kept

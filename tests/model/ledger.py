@@ -853,8 +853,10 @@ class Ledger:
             if self.rewinds[rewind_id][:2] != (to, consumed):
                 raise Refused("rewind_conflict")
             return self.rewinds[rewind_id][2]
+        if to > self.commits:
+            raise Refused("commit_unknown")
         if to and (to, "committed") not in {(u.commit_no, u.state) for u in self.updates.values()}:
-            raise Refused("line_conflict")
+            raise Refused("commit_rewound")
         if self.commits - to > self.settings.rewind_commits:
             raise Refused("beyond_retention")
         self.expire()
