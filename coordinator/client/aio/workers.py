@@ -67,10 +67,18 @@ class AsyncWorker:
         )
         return await self._connection.call("POST", (*self._path, "acks"), AckVerdict, body=body)
 
-    async def stage(self, version: int, stage: Literal["downloading", "verifying", "loading"]) -> WorkerView:
+    async def stage(
+        self,
+        version: int,
+        stage: Literal["downloading", "verifying", "loading"],
+        *,
+        retry_seconds: float | None = None,
+    ) -> WorkerView:
         """Say how far this worker has come with a version, for those who watch."""
         body = WorkerStage(incarnation=self.incarnation, version=version, stage=stage)
-        return await self._connection.call("POST", (*self._path, "stage"), WorkerView, body=body)
+        return await self._connection.call(
+            "POST", (*self._path, "stage"), WorkerView, body=body, retry_seconds=retry_seconds
+        )
 
     async def fail(self, version: int, stage: Literal["download", "verify", "load"], message: str) -> WorkerView:
         """Report that a version could not be taken up. The worker is fenced until it acks one it loaded
