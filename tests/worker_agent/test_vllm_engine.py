@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from tests.worker_agent.tiny import BASE
 from worker_agent.engines.engine import Engine, EngineError, Policy, Prompt, Sampling, sample_seed
-from worker_agent.engines.lora_digest import AdapterError, digest_of_folder
+from worker_agent.engines.lora_digest import AdapterError, digest_of_folder, lora_layout
 from worker_agent.engines.vllm_engine import VllmEngine
 from worker_agent.learner.learner import Learner
 
@@ -105,7 +105,9 @@ def test_an_adapter_moves_the_log_probs_as_the_learner_says(engine: VllmEngine, 
     assert (report.served_version, report.served_hash) == (1, "sha256:1")
     assert report.caches_reset == ("prefix",)
     assert policy.folder is not None and report.digest is not None
-    assert report.digest.registered == digest_of_folder(policy.folder, "float32")
+    expected = digest_of_folder(policy.folder, "float32")
+    assert (report.digest.registered, report.digest.active) == (expected, expected)
+    assert report.digest.layout == lora_layout(engine.version, "float32")
     after = engine.score(policy, rows)
     assert largest_difference(before, after) > 1e-2
     masks = [[False, *[True] * (len(row) - 1)] for row in rows]
@@ -118,7 +120,7 @@ def test_one_prompt_under_two_policies(engine: VllmEngine, new_adapter: NewAdapt
     """The prompt's cached prefix under one policy must not serve the other."""
     policies = [BASE, new_adapter(1)[0], new_adapter(2)[0]]
     digests = [digest.registered for policy in policies if (digest := engine.load(policy).digest)]
-    assert len(set(digests)) == 3
+    assert len(set(digests)) == 2  # none of the base model
     first: dict[int, Any] = {}
     for policy in [*policies, *policies]:
         (samples,) = engine.generate(policy, [Prompt(PROMPT, seed=11, samples=2)], Sampling())
@@ -227,6 +229,32 @@ def test_a_weight_changed_in_memory_is_found(engine: VllmEngine, new_adapter: Ne
         engine.load(policy)
     engine.load(policy)
     assert engine.score(policy, sequences(1)) == right
+
+
+def test_the_digest_does_not_depend_on_the_slot(engine: VllmEngine, new_adapter: NewAdapter) -> None:
+    one, two = new_adapter(1)[0], new_adapter(2)[0]
+    engine.load(one)
+    beside = engine.load(two).digest
+    remove_all(engine)
+    assert engine.load(two).digest == beside
+
+
+def test_what_the_forward_pass_adds_of_its_own_is_in_the_digest(engine: VllmEngine, new_adapter: NewAdapter) -> None:
+    """In ranks that the adapter does not have, and in parts that it leaves alone."""
+    policy = new_adapter(1)[0]
+    engine.load(policy)
+    adapter_id = engine._adapters[(policy.run_id, policy.version, policy.artifact_hash)].lora_int_id
+
+    def write_into_k(worker: Any) -> None:
+        manager = worker.model_runner.lora_manager._adapter_manager
+        module = manager.modules["model.layers.0.self_attn.qkv_proj"]
+        module.lora_b_stacked[1][manager.lora_index_to_id.index(adapter_id), 0, 0, 0] = 1.0
+
+    engine._llm.collective_rpc(write_into_k)
+    held = engine._held(adapter_id)
+    assert held is not None and held.active != held.registered
+    with pytest.raises(EngineError, match="does not hold the adapter of version 1"):
+        engine.load(policy)
 
 
 def test_the_digest_tells_folders_apart(new_adapter: NewAdapter, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ class Completion:
 class LoadReport:
     """What an engine serves after a load, as it was found there.
 
-    `digest` is that of the weights in the engine's memory, None where it cannot give one (the base model).
+    `digest` is of the weights in the engine's memory, None where it cannot give one (the base model).
     """
 
     served_version: int
@@ -78,10 +78,14 @@ class LoadReport:
 
 
 class Engine(Protocol):
-    """An inference engine. `logprobs_mode`: "raw" (before temperature and truncation) or "processed"."""
+    """An inference engine. `logprobs_mode`: "raw" (before temperature and truncation) or "processed".
+
+    `kinds` are the kinds of policies that it can load: "base", "lora", "full".
+    """
 
     name: str
     version: str
+    kinds: tuple[str, ...]
     logprobs_mode: str
     dtype: str
 

@@ -20,6 +20,11 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 
 
+def lora_layout(vllm_version: str, dtype: str) -> str:
+    """Names what such a digest is over: vLLM workers of the same name give equal ones for the same adapter."""
+    return f"vllm-{vllm_version}/lora/{dtype}/tp1"
+
+
 class AdapterError(Exception):
     """An adapter folder is incomplete, unreadable, or holds weights that no one should serve."""
 
@@ -64,54 +69,56 @@ class LoraDigest:
 
     model_runner: Any
 
-    def lora_digest(self, adapter_id: int) -> dict[str, Any]:
-        """`registered`: digest of the adapter as loaded. `live`: whether the forward pass multiplies with
-        just that.
+    def lora_digest(self, adapter_id: int) -> "dict[str, str | None]":
+        """`registered`: digest of the adapter as vLLM has taken it up. `active`: of what the forward pass
+        multiplies with.
 
-        The second compares the buffers of the adapter's slot, which a fault can change without touching the
-        first. Both are None where the worker does not have the adapter.
+        The second is read from the buffers of the adapter's slot, which a fault can change without touching the
+        first. It does not depend on which slot that is, how many there are, or how much rank they have room for;
+        healthy, it is equal to the first. Both are None where the worker does not have the adapter, `active` where
+        it has no slot.
         """
         manager = self.model_runner.lora_manager._adapter_manager
         if adapter_id not in manager._registered_adapters:
-            return {"registered": None, "live": None}
+            return {"registered": None, "active": None}
         adapter = manager._registered_adapters[adapter_id]
-        live = adapter_id in manager.lora_index_to_id
-        slot = manager.lora_index_to_id.index(adapter_id) if live else None
-        named: list[tuple[str, torch.Tensor]] = []
+        slot = manager.lora_index_to_id.index(adapter_id) if adapter_id in manager.lora_index_to_id else None
+        registered: list[tuple[str, torch.Tensor]] = []
+        active: list[tuple[str, torch.Tensor]] = []
         for name, module in manager.modules.items():
             parts = manager.packed_modules.get(name) or [name]  # qkv_proj is packed from q_proj, k_proj, v_proj
             weights = manager._get_lora_layer_weights(adapter, name)
             a_parts = _as_list(weights.lora_a if weights else None, len(parts))
             b_parts = _as_list(weights.lora_b if weights else None, len(parts))
             for part, a, b in zip(parts, a_parts, b_parts, strict=True):
-                named += [(f"{part}.{matrix}", t) for matrix, t in (("A", a), ("B", b)) if t is not None]
-            if slot is not None:
-                for a_buffer, a in zip(module.lora_a_stacked, a_parts, strict=True):
-                    live &= _holds(a_buffer[slot, 0], a)
-                for b_buffer, b in zip(module.lora_b_stacked, b_parts, strict=True):
-                    live &= _holds(b_buffer[slot, 0].T, None if b is None else b.T)
-        return {"registered": _digest(named), "live": live}
+                registered += [(f"{part}.{matrix}", t) for matrix, t in (("A", a), ("B", b)) if t is not None]
+            if slot is None:
+                continue
+            buffers = zip(parts, a_parts, b_parts, module.lora_a_stacked, module.lora_b_stacked, strict=True)
+            for part, a, b, a_buffers, b_buffers in buffers:
+                active += _in_use(f"{part}.A", a_buffers[slot, 0], None if a is None else a.shape[0])
+                # Lies as (features, rank); seen from its rank it is like A.
+                active += [
+                    (key, rows.T)
+                    for key, rows in _in_use(f"{part}.B", b_buffers[slot, 0].T, None if b is None else b.shape[1])
+                ]
+        return {"registered": _digest(registered), "active": None if slot is None else _digest(active)}
+
+
+def _in_use(name: str, buffer: "torch.Tensor", rank: int | None) -> "list[tuple[str, torch.Tensor]]":
+    """Of a (room for rank, features) buffer the ranks of the adapter, None for a part that it leaves alone.
+
+    vLLM multiplies with the rest as well, which is zeros: anything else there is named on its own.
+    """
+    used = [] if rank is None else [(name, buffer[:rank])]
+    rest = buffer[rank or 0 :]
+    return [*used, (f"{name}.beyond", rest)] if bool(rest.any()) else used
 
 
 def _as_list(weights: Any, parts: int) -> list[Any]:
     if weights is None:
         return [None] * parts
     return weights if isinstance(weights, list) else [weights]
-
-
-def _holds(buffer: "torch.Tensor", tensor: "torch.Tensor | None") -> bool:
-    """Whether a (max rank, features) buffer holds a (rank, features) tensor, and zeros in the ranks above.
-
-    vLLM copies a tensor of too few features without complaint, so the features must agree too.
-    """
-    import torch
-
-    if tensor is None:
-        return not buffer.any()
-    rank, features = tensor.shape
-    if features != buffer.shape[1]:
-        return False
-    return torch.equal(buffer[:rank], tensor.to(buffer.device)) and not buffer[rank:].any()
 
 
 def _digest(named: "Iterable[tuple[str, torch.Tensor]]") -> str:

@@ -24,7 +24,7 @@ from worker_agent.engines.engine import (
     Sampling,
     sample_seed,
 )
-from worker_agent.engines.lora_digest import ADAPTER_CONFIG, AdapterError, LoraDigest, digest_of_folder
+from worker_agent.engines.lora_digest import ADAPTER_CONFIG, AdapterError, LoraDigest, digest_of_folder, lora_layout
 
 MAX_LORA_RANK = 16
 MAX_ADAPTERS = 2  # the version that is served and the one that comes next
@@ -60,6 +60,7 @@ class VllmEngine:
     """
 
     name = "vllm"
+    kinds = ("base", "lora")
     logprobs_mode = "raw"
 
     def __init__(
@@ -130,7 +131,8 @@ class VllmEngine:
         """Load an adapter and compare what the worker holds with the folder; see `Engine.load`.
 
         Two adapters are kept. A third takes the place of the older one, but never of the one that generated
-        last. The base model is probed by repeating the log-probs it gave before any adapter was loaded.
+        last. The base model is probed by repeating the log-probs it gave before any adapter was loaded; it has no
+        digest, since on a CPU vLLM keeps its matrices packed where nobody can read them.
         """
         started = time.monotonic()
         with self._lock:
@@ -139,9 +141,7 @@ class VllmEngine:
             if (folder := _adapter_folder(policy)) is None:
                 self._probe_base()
             else:
-                digest = WeightDigest(
-                    layout=f"vllm-lora/{self.dtype}/tp1", registered=self._load_adapter(policy, folder)
-                )
+                digest = self._load_adapter(policy, folder)
             if not self._llm.reset_prefix_cache():
                 raise EngineError("vLLM did not reset its prefix cache: requests are still running; load again")
             return LoadReport(
@@ -213,7 +213,7 @@ class VllmEngine:
                 del self._llm
                 _one_engine.release()
 
-    def _load_adapter(self, policy: Policy, folder: Path) -> str:
+    def _load_adapter(self, policy: Policy, folder: Path) -> WeightDigest:
         from vllm.lora.request import LoRARequest
 
         key = _key(policy)
@@ -234,22 +234,30 @@ class VllmEngine:
                     f"rank {MAX_LORA_RANK} on {', '.join(TARGET_MODULES)}, see {ADAPTER_CONFIG}"
                 ) from error
             self._adapters[key] = request
-        held = self._llm.collective_rpc("lora_digest", args=(self._adapters[key].lora_int_id,))[0]
-        if held["registered"] != expected or not held["live"]:
+        digest = self._held(self._adapters[key].lora_int_id)
+        if digest is None or (digest.registered, digest.active) != (expected, expected):
             self._remove(key)
             raise EngineError(
-                f"vLLM does not hold the adapter of version {policy.version} as its folder has it (digest "
-                f"{held['registered']}, expected {expected}, live: {held['live']}); unloaded: load it again"
+                f"vLLM does not hold the adapter of version {policy.version} as its folder has it ({digest}, "
+                f"expected {expected}); unloaded: load it again"
             )
         while len(self._adapters) > MAX_ADAPTERS:
             self._remove(next(old for old in self._adapters if old not in (key, self._last_used)))
-        return expected
+        return digest
+
+    def _held(self, adapter_id: int) -> WeightDigest | None:
+        """Of the adapter's weights in the worker's memory, None where it has none."""
+        held = self._llm.collective_rpc("lora_digest", args=(adapter_id,))[0]
+        if held["registered"] is None:
+            return None
+        return WeightDigest(
+            layout=lora_layout(self.version, self.dtype), registered=held["registered"], active=held["active"]
+        )
 
     def _remove(self, key: tuple[str, int, str]) -> None:
         adapter = self._adapters.pop(key)
         self._llm.llm_engine.remove_lora(adapter.lora_int_id)
-        held = self._llm.collective_rpc("lora_digest", args=(adapter.lora_int_id,))[0]
-        if held["registered"] is not None:
+        if self._held(adapter.lora_int_id) is not None:
             raise EngineError(f"vLLM still holds adapter {adapter.lora_name} after its removal: restart it")
 
     def _probe_base(self) -> None:
