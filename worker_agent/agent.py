@@ -62,12 +62,31 @@ class Agent:
         self._settings = settings
         self._tasks = tasks
         self._worker = run.worker(settings.worker_id, self.incarnation)
+        self._listener = Listener(run, self._worker)
+        self._engine_in_use = threading.RLock()
         self._stopping = threading.Event()
         self._engine_faults = 0
 
     def stop(self) -> None:
         """Finish what is being generated, hand it in and leave. May be called by a signal handler."""
         self._stopping.set()
+
+    def asleep(self, seconds: float) -> None:
+        """The engine is to give its GPU away for so long: nothing is loaded or generated, and no ticket is taken.
+
+        Returns when the engine is no longer in use; the coordinator is told at once, and hears it with every
+        heartbeat. For the thread that releases the engine. Raises ValueError for what is not above 0 and at most
+        a day.
+        """
+        self._listener.asleep(seconds)
+        event("asleep", seconds=seconds)
+        with self._engine_in_use:
+            pass
+
+    def awake(self) -> None:
+        """The engine has its GPU back, before the time that `asleep` named."""
+        self._listener.awake()
+        event("awake")
 
     def run(self) -> None:
         """Work until the tasks end or `stop` is called; what could not be handed in stays in the spool.
@@ -98,40 +117,48 @@ class Agent:
             (task for task in self._tasks if task.group_id not in finished),
             ahead=2 * self._settings.groups_at_once,
         )
-        listener = Listener(self._run, self._worker, heartbeat_seconds, view.settings.longest_wait_seconds)
+        listener = self._listener
         serving = Serving(self._run, self._worker, self._engine, ArtifactCache(folder / "artifacts"))
         sender = Sender(spool, self._run)
-        listener.start()
+        listener.start(heartbeat_seconds, view.settings.longest_wait_seconds)
         sender.start()
+        looked_at = -1
         try:
             while not self._stopping.is_set():
                 watch = listener.newest()
                 if watch is None:
                     listener.wait(-1, _IDLE_SECONDS)
                     continue
-                serving.follow(watch)
+                with self._engine_in_use:
+                    if awake := listener.asleep_seconds() is None:
+                        serving.follow(watch)
                 policy = serving.policy(watch.active)
-                if policy is None:
+                if not awake or policy is None:
                     listener.wait(watch.event_no, _IDLE_SECONDS)
                     continue
                 waiting = tasks.first(self._settings.groups_at_once)
-                if not waiting:
-                    if tasks.ended:
-                        event("tasks_ended")
-                        break
-                    listener.wait(watch.event_no, _IDLE_SECONDS)
-                    continue
+                if not waiting and tasks.ended:
+                    event("tasks_ended")
+                    break
+                granted: list[Task] = []
                 try:
-                    granted = self._granted(waiting, tasks, finished)
-                    if not granted and self._fenced():
-                        serving.confirm_again()
+                    if waiting:
+                        granted = self._granted(waiting, tasks, finished)
+                    # A worker that gets no ticket may be fenced. One without tasks looks when something happened.
+                    if not granted and (waiting or watch.event_no != looked_at):
+                        looked_at = watch.event_no
+                        if self._fenced():
+                            serving.confirm_again()
                 except Unreachable as error:
                     event("coordinator_unreachable", level=logging.WARNING, error=str(error))
                     granted = []
                 if not granted:
-                    listener.wait(watch.event_no, _TICKET_PAUSE_SECONDS)
+                    listener.wait(watch.event_no, _TICKET_PAUSE_SECONDS if waiting else _IDLE_SECONDS)
                     continue
-                rollouts = self._generate(policy, granted, view.settings.group_size or 1, sampling, contract)
+                with self._engine_in_use:
+                    if listener.asleep_seconds() is not None:
+                        continue
+                    rollouts = self._generate(policy, granted, view.settings.group_size or 1, sampling, contract)
                 if rollouts:
                     spool.add(rollouts)
                     sender.wake()

@@ -9,7 +9,6 @@ from pathlib import Path
 from coordinator.client import ArtifactCorrupt, Run
 from coordinator.client.artifacts import verify
 from coordinator.wire.policies import PolicyView
-from worker_agent.logs import event
 
 
 class ArtifactCache:
@@ -22,22 +21,32 @@ class ArtifactCache:
         for left in folder.glob(".*"):  # of a download that a crash cut off
             shutil.rmtree(left)
 
-    def fetch(self, run: Run, policy: PolicyView) -> Path:
-        """The folder with the verified files of `policy`, downloaded unless they are there.
+    def holds(self, policy: PolicyView) -> bool:
+        """Whether there is a folder for `policy`; what is in it, `verified` tells."""
+        return self._folder_of(policy).is_dir()
+
+    def download(self, run: Run, policy: PolicyView) -> None:
+        """Make the folder for `policy`, which appears whole or not at all.
 
         Raises `ArtifactCorrupt`, or what the client raises when it cannot download.
         """
-        folder = self._folder / policy.artifact_hash
-        if folder.is_dir():
-            try:
-                verify(folder, policy)
-            except ArtifactCorrupt as error:
-                event("artifact_damaged_on_disk", artifact_hash=policy.artifact_hash, error=str(error))
-                shutil.rmtree(folder)
-            else:
-                return folder
-        run.download(policy.version, folder, artifact_hash=policy.artifact_hash)
+        run.download(policy.version, self._folder_of(policy), artifact_hash=policy.artifact_hash)
+
+    def verified(self, policy: PolicyView) -> Path:
+        """The folder for `policy`, of which every byte was read and agrees with the manifest.
+
+        Raises `ArtifactCorrupt`, naming the file; the folder is gone then, and may be downloaded anew.
+        """
+        folder = self._folder_of(policy)
+        try:
+            verify(folder, policy)
+        except ArtifactCorrupt:
+            shutil.rmtree(folder)
+            raise
         return folder
+
+    def _folder_of(self, policy: PolicyView) -> Path:
+        return self._folder / policy.artifact_hash
 
     def keep_only(self, hashes: Set[str]) -> None:
         """Remove the folders of all other artifacts."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from coordinator.client import CoordinatorError, Refused, Run, Worker
@@ -12,6 +13,7 @@ from worker_agent.logs import event
 
 _POLL_SECONDS = 10.0
 _PAUSE_SECONDS = 1.0
+_LONGEST_SLEEP_SECONDS = 86_400.0
 # This process may not go on: replaced by another incarnation, its token revoked, its run gone.
 _FINAL = frozenset({401, 403, 404, 409})
 
@@ -19,28 +21,54 @@ _FINAL = frozenset({401, 403, 404, 409})
 class Listener:
     """Keeps the newest word of the coordinator on which version is active and which is to follow."""
 
-    def __init__(self, run: Run, worker: Worker, heartbeat_seconds: float, longest_wait_seconds: float) -> None:
+    def __init__(self, run: Run, worker: Worker) -> None:
         self._run = run
         self._worker = worker
-        self._heartbeat_seconds = heartbeat_seconds
-        self._poll_seconds = min(_POLL_SECONDS, longest_wait_seconds)
+        self._poll_seconds = _POLL_SECONDS
         self._newest: Watch | None = None
         self._final: Refused | None = None
         self._changed = threading.Condition()
         self._stopping = threading.Event()
+        self._beat_due = threading.Event()
+        self._asleep_until = 0.0  # on the monotonic clock
 
-    def start(self) -> None:
+    def start(self, heartbeat_seconds: float, longest_wait_seconds: float) -> None:
         """Begin to send heartbeats and to watch."""
-        for name, once, pause in (
-            ("heartbeat", lambda: self._worker.heartbeat(retry_seconds=0.0), self._heartbeat_seconds),
-            ("watch", self._poll, 0.0),
+        self._poll_seconds = min(_POLL_SECONDS, longest_wait_seconds)
+        for name, once, pause, due in (
+            ("heartbeat", self._beat, heartbeat_seconds, self._beat_due),
+            ("watch", self._poll, 0.0, threading.Event()),
         ):
-            threading.Thread(target=self._loop, args=(name, once, pause), name=name, daemon=True).start()
+            threading.Thread(target=self._loop, args=(name, once, pause, due), name=name, daemon=True).start()
 
     def stop(self) -> None:
         """End both threads at their next turn; a poll that waits is left to itself."""
         self._stopping.set()
+        self._beat_due.set()
         self.wake()
+
+    def asleep(self, seconds: float) -> None:
+        """The heartbeats say for so long that the engine gives its GPU away, the first of them at once.
+
+        Raises ValueError for what is not above 0 and at most a day.
+        """
+        if not 0 < seconds <= _LONGEST_SLEEP_SECONDS:
+            raise ValueError(
+                f"an engine sleeps for more than 0 and at most {_LONGEST_SLEEP_SECONDS:g} s, not {seconds}"
+            )
+        self._asleep_until = time.monotonic() + seconds
+        self._beat_due.set()
+
+    def awake(self) -> None:
+        """The engine is back, before its time or at it; the next heartbeat says so, at once."""
+        self._asleep_until = 0.0
+        self._beat_due.set()
+        self.wake()
+
+    def asleep_seconds(self) -> float | None:
+        """How long the engine still sleeps, None when it is awake."""
+        left = self._asleep_until - time.monotonic()
+        return left if left > 0 else None
 
     def newest(self) -> Watch | None:
         """The newest word, None before the first. Raises `Refused` once this process may not go on."""
@@ -60,12 +88,16 @@ class Listener:
         with self._changed:
             self._changed.notify_all()
 
+    def _beat(self) -> Watch:
+        return self._worker.heartbeat(asleep_seconds=self.asleep_seconds(), retry_seconds=0.0)
+
     def _poll(self) -> Watch:
         after = -1 if self._newest is None else self._newest.event_no
         return self._run.watch(max(0, after), self._poll_seconds if after >= 0 else 0.0, retry_seconds=0.0)
 
-    def _loop(self, name: str, once: Callable[[], Watch], pause: float) -> None:
+    def _loop(self, name: str, once: Callable[[], Watch], pause: float, due: threading.Event) -> None:
         while not self._stopping.is_set():
+            due.clear()
             try:
                 self._hear(once())
             except CoordinatorError as error:
@@ -80,7 +112,7 @@ class Listener:
                 event(f"{name}_failed", level=logging.WARNING, error=str(error))
                 self._stopping.wait(min(_PAUSE_SECONDS, pause or _PAUSE_SECONDS))
             else:
-                self._stopping.wait(pause)
+                due.wait(pause)
 
     def _hear(self, watch: Watch) -> None:
         with self._changed:

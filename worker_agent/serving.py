@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 from typing import Literal
 
 from coordinator.client import ArtifactCorrupt, CoordinatorError, Refused, Run, Unreachable, Worker
-from coordinator.wire.policies import PolicyRef, Watch
+from coordinator.wire.policies import PolicyRef, PolicyView, Watch
 from worker_agent.artifacts import ArtifactCache
 from worker_agent.engines.engine import Engine, EngineError, Policy
 from worker_agent.logs import event
@@ -61,7 +62,11 @@ class Serving:
             policy = self._fetch(ref)
             if policy is None:
                 return
+            self._tell(ref, "loading")
             try:
+                # Whole, from its files: what an earlier attempt may have left half done is not built upon.
+                self._loaded.pop(_key(ref), None)
+                self._engine.unload(policy)
                 report = self._engine.load(policy)
             except EngineError as error:
                 self._failed(ref, "load", error)
@@ -74,8 +79,8 @@ class Serving:
                 )
                 return
             self._loaded[_key(ref)] = policy
-            event("policy_loaded", version=ref.version, artifact_hash=ref.artifact_hash, digest=report.digest,
-                  seconds=round(report.seconds, 3))  # fmt: skip
+            event("policy_loaded", version=ref.version, artifact_hash=ref.artifact_hash,
+                  digest=report.digest and report.digest.model_dump(), seconds=round(report.seconds, 3))  # fmt: skip
             verdict = self._worker.ack(
                 ref.version, ref.artifact_hash, digest=report.digest, caches_reset=report.caches_reset
             )
@@ -92,24 +97,53 @@ class Serving:
             self._later(ref, "ack_mismatched", CoordinatorError(f"{verdict.reason}: {verdict.detail}"))
 
     def _fetch(self, ref: PolicyRef) -> Policy | None:
+        """The policy with its verified files; None: not now, and why was said."""
+        folder = None
         try:
             view = self._run.policy(ref.version)
             if view.artifact_hash != ref.artifact_hash:
                 raise ArtifactCorrupt(f"version {ref.version} has hash {view.artifact_hash}, not {ref.artifact_hash}")
-            folder = None if view.kind == "base" else self._cache.fetch(self._run, view)
+            if view.kind not in self._engine.kinds:
+                self._failed(ref, "load", self._cannot_load(view))
+                return None
+            if view.kind != "base":
+                folder = self._files(ref, view)
+                if folder is None:
+                    return None
         except ArtifactCorrupt as error:
             self._failed(ref, "verify", error)
             return None
-        except Refused as refused:
-            if refused.code == "artifact_file_missing":  # the activation was opened while the upload still runs
-                self._later(ref, "artifact_not_there_yet", refused)
-            else:
-                self._failed(ref, "download", refused)
-            return None
-        except OSError as error:
+        except (Refused, OSError) as error:
             self._failed(ref, "download", error)
             return None
         return Policy(self._run.id, ref.version, ref.artifact_hash, view.kind, folder)
+
+    def _files(self, ref: PolicyRef, view: PolicyView) -> Path | None:
+        if not self._cache.holds(view):
+            self._tell(ref, "downloading")
+            try:
+                self._cache.download(self._run, view)
+            except Refused as refused:
+                if refused.code == "artifact_file_missing" and view.state == "prepared":
+                    # The activation was opened while the upload still runs.
+                    self._later(ref, "artifact_not_there_yet", refused)
+                    return None
+                raise
+        self._tell(ref, "verifying")
+        return self._cache.verified(view)
+
+    def _cannot_load(self, view: PolicyView) -> EngineError:
+        return EngineError(
+            f"version {view.version} is of kind {view.kind}; the engine {self._engine.name} takes "
+            f"{' and '.join(self._engine.kinds)}: publish one of these, or have an engine that can load it"
+        )
+
+    def _tell(self, ref: PolicyRef, stage: Literal["downloading", "verifying", "loading"]) -> None:
+        """For those who watch: the load goes on whether or not they hear it."""
+        try:
+            self._worker.stage(ref.version, stage, retry_seconds=0.0)
+        except CoordinatorError as error:
+            event("stage_not_told", level=logging.WARNING, version=ref.version, stage=stage, error=str(error))
 
     def _failed(self, ref: PolicyRef, stage: Literal["download", "verify", "load"], error: Exception) -> None:
         # The report fences this worker until it confirms a version that it loaded whole: the active one.

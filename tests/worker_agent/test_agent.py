@@ -99,7 +99,7 @@ class Hooked:
     def __init__(self, engine: VllmEngine) -> None:
         self._engine = engine
         self.name, self.version = engine.name, engine.version
-        self.logprobs_mode, self.dtype = engine.logprobs_mode, engine.dtype
+        self.logprobs_mode, self.dtype, self.kinds = engine.logprobs_mode, engine.dtype, engine.kinds
         self.hook: Callable[[], None] | None = None
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
