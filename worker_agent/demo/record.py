@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from coordinator.client import Run
@@ -146,22 +146,26 @@ def _confirmed(record: Record, workers: tuple[str, ...]) -> Claim:
         asked = {worker.worker_id for worker in activation.required}
         switch = activated_at(record, activation.version)
         words = {e.subject: e for e in acks(record, activation.version) if e.detail["matching"]}
-        digests = {(words[worker].detail["digest"] or {}).get("registered") for worker in workers if worker in words}
+        stated = next(policy.digests for policy in record.policies if policy.version == activation.version)
         holds &= (
             switch is not None
             and set(workers) <= asked <= words.keys()
             and all(words[worker].event_no < switch.event_no for worker in asked)
-            and len(digests) == 1
-            and None not in digests
+            and all(_holds_what_was_stated(words[worker], stated) for worker in workers)
         )
         facts.append(f"version {activation.version}: {len(asked)} of {len(asked)} acked" if asked <= words.keys()
                      else f"version {activation.version}: acks missing")  # fmt: skip
     return Claim(
-        "each version active only after every required worker had acked it, and the digests of the weights that the "
-        "workers found in their engines agree",
+        "each version active only after every required worker had acked it, and the weights that the workers found "
+        "in their engines, as loaded and as multiplied with, have the digest that the trainer stated",
         bool(record.activations) and holds,
         "; ".join(facts),
     )
+
+
+def _holds_what_was_stated(ack: JournalEntry, stated: Mapping[str, str]) -> bool:
+    digest = ack.detail["digest"]
+    return digest is not None and digest["registered"] == digest["active"] == stated.get(digest["layout"])
 
 
 def _without_advantage(record: Record) -> Claim:

@@ -67,12 +67,11 @@ def train(run: Run, learner: Learner, base_model: BaseModelIdentity, steps: int,
         made += 1
         version = update.policy.version + 1
         with _stage(number, "publish"):
-            folder = out / f"v{version}"
-            learner.export_adapter(folder, base_model.name)
-            run.publish(
+            learner.publish(
+                run,
                 version=version,
                 parent_version=update.policy.version,
-                folder=folder,
+                folder=out / f"v{version}",
                 base_model=base_model,
                 updates=[update.id],
             )

@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from coordinator.client import Run
+from coordinator.wire.policies import BaseModelIdentity, PolicyView
+from worker_agent.learner.publishing import publish_adapter
+
 if TYPE_CHECKING:
     import torch
 
@@ -253,6 +257,30 @@ class Learner:
             (made / "adapter_config.json").write_text(text + "\n", encoding="utf-8")
             made.rename(folder)
         return sorted(folder.iterdir())
+
+    def publish(
+        self,
+        run: Run,
+        *,
+        version: int,
+        parent_version: int,
+        folder: Path,
+        base_model: BaseModelIdentity,
+        updates: Sequence[str] = (),
+    ) -> PolicyView:
+        """Export the adapter to `folder` and make it policy `version`, with the digests that engines must report.
+
+        See `export_adapter` and `publish_adapter`; after a crash between the two, the latter takes the folder on.
+        """
+        self.export_adapter(folder, base_model.name)
+        return publish_adapter(
+            run,
+            version=version,
+            parent_version=parent_version,
+            folder=folder,
+            base_model=base_model,
+            updates=updates,
+        )
 
     def _adapter(self) -> "tuple[dict[str, torch.Tensor], dict[str, Any]]":
         """Copies of the adapter's tensors, by PEFT's names, and its configuration."""
