@@ -33,6 +33,10 @@ RewindId = Annotated[
     str,
     Path(min_length=1, max_length=200, pattern=_IDENTIFIER, description="the rewind's id, of the caller's choice"),
 ]
+RollbackId = Annotated[
+    str,
+    Path(min_length=1, max_length=200, pattern=_IDENTIFIER, description="the rollback's id, of the caller's choice"),
+]
 VersionNumber = Annotated[int, Path(ge=0, le=2**31 - 1, description="the policy version's number")]
 FileName = Annotated[
     str,

@@ -18,6 +18,7 @@ from coordinator.errors import refusals
 from coordinator.openapi import document
 from coordinator.policies import reading
 from coordinator.policies.endpoints import router as policies
+from coordinator.rewinds.endpoints import router as rewinds
 from coordinator.rollouts.endpoints import router as rollouts
 from coordinator.runs.endpoints import router as runs
 from coordinator.storage.artifacts import ArtifactStore
@@ -27,7 +28,7 @@ from coordinator.storage.migrations import check_schema
 from coordinator.storage.notices import Notices
 from coordinator.storage.watchers import Watchers
 from coordinator.tokens.endpoints import router as tokens
-from coordinator.updates.endpoints import line, rewinds
+from coordinator.updates.endpoints import line
 from coordinator.updates.endpoints import router as updates
 from coordinator.wire.policies import Watch
 from coordinator.workers.endpoints import router as workers

@@ -73,6 +73,8 @@ def check_manifest(policy: PolicyView) -> None:
     """Raises ValueError where `policy` has no files, `ArtifactCorrupt` where its hash is not its manifest's."""
     if policy.kind == "base":
         raise ValueError(f"version {policy.version} is the base model itself and has no files")
+    if policy.kind == "stream":
+        raise ValueError(f"version {policy.version} was pushed to the engines and left no files")
     try:
         computed = artifact_hash(
             policy.kind, policy.base_model.model_dump(), [file.model_dump() for file in policy.files]

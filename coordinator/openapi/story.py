@@ -384,6 +384,43 @@ STORY: tuple[Step, ...] = (
         _IN_RUN,
         body={"update_id": "step-2", "reason": "update_aborted"},
     ),
+    # An operator at night.
+    Step(
+        "ack_policy",
+        "It serves the version that restores the base model",
+        "worker",
+        _OF_WORKER,
+        body=_ALIVE | {"version": 3, "artifact_hash": BASE_HASH, "caches_reset": ["prefix"]},
+    ),
+    Step(
+        "prepare_policy",
+        "Weights that were pushed to the engines",
+        "trainer",
+        _IN_RUN,
+        body={
+            "version": 4,
+            "parent_version": 3,
+            "kind": "stream",
+            "base_model": BASE,
+            "artifact_hash": _sha256("tensors"),
+        },
+    ),
+    Step("commit_policy", "They leave no files to be checked", "trainer", {"run_id": RUN, "version": 4}),
+    Step(
+        "withdraw_policy",
+        "They turn out to be not finite",
+        "admin",
+        {"run_id": RUN, "version": 4},
+        body={"reason": "weights that are not finite"},
+    ),
+    Step(
+        "roll_back",
+        "Back to the base model, to be confirmed by the workers",
+        "admin",
+        {"run_id": RUN, "rollback_id": "at-night"},
+        body={"to_version": 0, "reason": "rewards fell to zero since version 1", "activation_id": "to-the-base"},
+    ),
+    Step("list_rollbacks", "The rollbacks of the run", "viewer", _IN_RUN),
     Step(
         "get_audit",
         "Everything that happened to one rollout, rewind included",

@@ -38,15 +38,16 @@ async def find(connection: AsyncConnection, run: Run, version: int) -> PolicyVie
 
 
 async def prepare_restoring(
-    connection: AsyncConnection, run: Run, number: int | None, caller: Caller
+    connection: AsyncConnection, run: Run, number: int | None, caller: Caller, *, of: int | None = None
 ) -> PolicyView | None:
-    """Prepares a version with the artifact and the lag clock of the nearest restorable ancestor; None: there is none.
+    """Prepares a version with the artifact and the lag clock of the version `of`, or of the nearest restorable ancestor
+    of the active one; None: there is none.
 
     Its files lie in the artifact store already. The run's lock is held.
     """
     keys = {"run_no": run.run_no}
-    ancestor = await connection.scalar(RESTORABLE, keys | {"version": run.active.version})
-    if ancestor is None:
+    ancestor = await connection.scalar(RESTORABLE, keys | {"version": run.active.version if of is None else of})
+    if ancestor is None or of not in (None, ancestor):
         return None
     restored = await find_version(connection, run.run_no, ancestor)
     newest: int = (await connection.execute(queries.NEWEST_VERSION, keys)).scalar_one()

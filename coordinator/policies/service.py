@@ -54,7 +54,7 @@ async def prepare(
     files = sorted((file.model_dump() for file in body.files), key=lambda file: str(file["name"]))
     base_model = body.base_model.model_dump()
     try:
-        named = artifact_hash(body.kind, base_model, files)
+        named = body.artifact_hash or artifact_hash(body.kind, base_model, files)
     except ValueError as error:
         raise Refusal("invalid_file_name", str(error), field="files") from error
     run = await lock_run(connection, run_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sqlalchemy import text
+from sqlalchemy import TextClause, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from coordinator.operations.journal import record_event
@@ -26,25 +26,65 @@ MADE_BY = text("""
     ORDER BY v.version FOR UPDATE OF v
 """)
 
+# Versions that are neither an ancestor of this one nor it itself.
+NOT_ANCESTORS = text("""
+    WITH RECURSIVE line AS (
+        SELECT version, parent_version FROM policy_versions WHERE run_no = :run_no AND version = :version
+        UNION ALL
+        SELECT v.version, v.parent_version FROM policy_versions v JOIN line l ON v.version = l.parent_version
+        WHERE v.run_no = :run_no
+    )
+    SELECT v.version FROM policy_versions v
+    WHERE v.run_no = :run_no AND v.version NOT IN (SELECT version FROM line)
+      AND v.state NOT IN ('withdrawn', 'abandoned')
+    ORDER BY v.version FOR UPDATE OF v
+""")
+
+DESCENDANTS = text("""
+    WITH RECURSIVE made AS (
+        SELECT version FROM policy_versions WHERE run_no = :run_no AND version = :version
+        UNION
+        SELECT v.version FROM policy_versions v JOIN made m ON v.parent_version = m.version
+        WHERE v.run_no = :run_no
+    )
+    SELECT v.version FROM policy_versions v JOIN made USING (version)
+    WHERE v.run_no = :run_no AND v.state NOT IN ('withdrawn', 'abandoned')
+    ORDER BY v.version FOR UPDATE OF v
+""")
+
 WITHDRAW = text("""
     UPDATE policy_versions SET state = 'withdrawn', ended_at = clock_timestamp()
     WHERE run_no = :run_no AND version = ANY(CAST(:versions AS int[]))
 """)
 
 
-async def withdraw_made_by(
-    connection: AsyncConnection, run: Run, update_ids: Sequence[str], reason: str, actor: str
-) -> list[int]:
-    """Withdraws the versions that these updates led to. An open activation of one of them fails.
+async def made_by(connection: AsyncConnection, run: Run, update_ids: Sequence[str]) -> list[int]:
+    """The versions that these updates led to, locked."""
+    return await _found(connection, MADE_BY, run, update_ids=list(update_ids))
+
+
+async def not_ancestors(connection: AsyncConnection, run: Run, version: int) -> list[int]:
+    """The versions that are not an ancestor of this one, locked."""
+    return await _found(connection, NOT_ANCESTORS, run, version=version)
+
+
+async def descendants(connection: AsyncConnection, run: Run, version: int) -> list[int]:
+    """This version and those that were made from it, locked: their weights contain the same steps."""
+    return await _found(connection, DESCENDANTS, run, version=version)
+
+
+async def _found(connection: AsyncConnection, statement: TextClause, run: Run, **keys: object) -> list[int]:
+    return list((await connection.scalars(statement, {"run_no": run.run_no} | keys)).all())
+
+
+async def withdraw(connection: AsyncConnection, run: Run, versions: Sequence[int], reason: str, actor: str) -> None:
+    """Withdraws these versions. An activation of one of them fails.
 
     The run's lock and `CHANGE_VERSIONS` are held. The pointer stays where it is until a restoring version is activated.
     """
-    keys = {"run_no": run.run_no, "update_ids": list(update_ids)}
-    versions = list((await connection.scalars(MADE_BY, keys)).all())
     if not versions:
-        return []
+        return
     await activation.fail_of_versions(connection, run, versions, f"policy_withdrawn: {reason}", actor)
-    await connection.execute(WITHDRAW, {"run_no": run.run_no, "versions": versions})
+    await connection.execute(WITHDRAW, {"run_no": run.run_no, "versions": list(versions)})
     for version in versions:
         await record_event(connection, run.run_no, "policy.withdrawn", str(version), actor, reason=reason)
-    return versions

@@ -7,7 +7,7 @@ is recognised. Artifacts of kind ``stream`` leave no files and are hashed tensor
 import json
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import PurePosixPath
 
@@ -77,6 +77,27 @@ def canonical_manifest(
 def artifact_hash(kind: str, base_model: Mapping[str, object] | None, files: Iterable[Mapping[str, object]]) -> str:
     """sha256 of ``canonical_manifest``, as 64 lower-case hex digits; raises ValueError as it does."""
     return sha256(canonical_manifest(kind, base_model, files)).hexdigest()
+
+
+def stream_hash(tensors: Iterable[tuple[str, str, Sequence[int], str]]) -> str:
+    """The artifact hash of weights that are pushed to engines and leave no files, as 64 lower-case hex digits.
+
+    Each of ``tensors`` is its name, the name of its dtype (``bfloat16``), its shape, and the sha256 of its bytes as
+    they are sent: contiguous, little-endian. sha256 over the JSON list of them in UTF-8 without blanks, each a list of
+    the four, sorted by name; so either side may hash one tensor after the other as they pass, in any order.
+
+    Raises ValueError for no tensors, a name that is empty or occurs twice, a negative size, and a hash of the wrong
+    form.
+    """
+    listed: list[tuple[str, str, list[int], str]] = sorted(
+        (name, dtype, list(shape), _digest(name, digest)) for name, dtype, shape, digest in tensors
+    )
+    names = {name for name, *_ in listed}
+    if not listed or "" in names or len(names) < len(listed):
+        raise ValueError("a stream has at least one tensor, each with a name of its own")
+    if any(type(size) is not int or size < 0 for _, _, shape, _ in listed for size in shape):
+        raise ValueError("the sizes of a tensor are non-negative ints")
+    return sha256(json.dumps(listed, ensure_ascii=False, separators=(",", ":")).encode()).hexdigest()
 
 
 def _file(entry: Mapping[str, object]) -> dict[str, object]:

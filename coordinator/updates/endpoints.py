@@ -8,16 +8,14 @@ from fastapi import APIRouter, Request, Response, status
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
-from coordinator.addresses import HashFilter, IdFilter, Limit, RewindId, RunId, UpdateId, VersionFilter
+from coordinator.addresses import HashFilter, IdFilter, Limit, RunId, UpdateId, VersionFilter
 from coordinator.body import read_body
 from coordinator.errors import Refusal, refusals
 from coordinator.media import AGAIN, arrow_answer, json_or_arrow
 from coordinator.operations.access import Anyone, ChangesHere, DatabaseHere, Trainer
-from coordinator.policies.endpoints import Store
-from coordinator.policies.service import commit as commit_version
 from coordinator.runs.service import get_run
 from coordinator.storage.database import Database
-from coordinator.updates import candidates, lineage, reservation, rewind, service
+from coordinator.updates import candidates, lineage, reservation, service
 from coordinator.wire.columns import (
     ARROW_MEDIA_TYPE,
     CANDIDATE_SCHEMA,
@@ -27,7 +25,6 @@ from coordinator.wire.columns import (
     reserve_columns,
     validation_fault,
 )
-from coordinator.wire.rewinds import Rewind, RewindList, RewindView
 from coordinator.wire.updates import (
     AbortUpdate,
     CandidateRollout,
@@ -47,7 +44,6 @@ from coordinator.wire.updates import (
 
 router = APIRouter(prefix="/v1/runs/{run_id}/updates", tags=["updates"])
 line = APIRouter(prefix="/v1/runs/{run_id}", tags=["updates"])
-rewinds = APIRouter(prefix="/v1/runs/{run_id}/rewinds", tags=["rewinds"])
 
 OWNED = ("run_unknown", "update_unknown", "update_owned")
 OPEN = (*OWNED, "update_fenced", "lease_expired")
@@ -74,50 +70,6 @@ async def _tidy(database: Database, run_id: str) -> None:
     """What an ended lease held must be free at once, whether or not the sweeper has come by."""
     if await database.read(service.has_due, run_id):
         await database.transaction(service.expire_due, run_id)
-
-
-@rewinds.put(
-    "/{rewind_id}",
-    status_code=status.HTTP_201_CREATED,
-    responses=refusals(
-        "run_unknown",
-        "rewind_conflict",
-        "commit_unknown",
-        "commit_rewound",
-        "beyond_retention",
-        "non_monotonic_version",
-    )
-    | {200: {"model": RewindView, "description": AGAIN}},
-)
-async def rewind_line(
-    run_id: RunId,
-    rewind_id: RewindId,
-    body: Rewind,
-    caller: Trainer,
-    database: DatabaseHere,
-    artifacts: Store,
-    changes: ChangesHere,
-    response: Response,
-) -> RewindView:
-    """Go back to the commit that a restored checkpoint contains; everything after it is undone, once.
-
-    Every open update is fenced, later commits are marked rewound, what they consumed is released (or stays spent,
-    as the call says), and the versions that they led to are withdrawn. Where that took the active version, a
-    restoring one is prepared and committed: open its activation. The same call again answers 200.
-    """
-    view, new = await database.transaction(rewind.rewind, run_id, rewind_id, body, caller)
-    if view.restoring is not None and view.restoring.state == "prepared":
-        restored = await commit_version(database, artifacts, run_id, view.restoring.version, caller)
-        view = view.model_copy(update={"restoring": restored})
-    response.status_code = status.HTTP_201_CREATED if new else status.HTTP_200_OK
-    changes.announce(run_id)
-    return view
-
-
-@rewinds.get("", responses=refusals("run_unknown"))
-async def list_rewinds(run_id: RunId, caller: Anyone, database: DatabaseHere) -> RewindList:
-    """List the run's rewinds, oldest first."""
-    return await database.transaction(rewind.list_rewinds, run_id)
 
 
 @router.get("", responses=refusals("run_unknown"))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from coordinator.wire.base import Count, Identifier, Label, Name, Sha256, Text, Version, WireModel
 
-Kind = Literal["base", "lora", "full"]
+Kind = Literal["base", "lora", "full", "stream"]
 
 _INNER = r"[^\x00-\x1f\x7f-\x9f\u2028\u2029\\/]"
 _OUTER = r"[^\x00-\x1f\x7f-\x9f\u2028\u2029\\/\s.]"
@@ -63,10 +63,26 @@ class PreparePolicy(WireModel):
     updates: tuple[Identifier, ...] = Field(
         (), fail_fast=True, description="the committed updates that made this version"
     )
-    kind: Literal["lora", "full"] = "lora"
+    kind: Literal["lora", "full", "stream"] = Field(
+        "lora",
+        description="stream: pushed to the engines without leaving files; nothing can roll back to it",
+    )
     base_model: BaseModelIdentity
-    files: tuple[ArtifactFile, ...] = Field(min_length=1, max_length=10_000, fail_fast=True)
+    files: tuple[ArtifactFile, ...] = Field(
+        (), max_length=10_000, fail_fast=True, description="at least one, but for kind stream, which has none"
+    )
+    artifact_hash: Sha256 | None = Field(
+        None, description="for kind stream only: over its tensors; the hash of files is that of their manifest"
+    )
     digests: Digests = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _named_by_its_content(self) -> PreparePolicy:
+        if self.kind == "stream" and (self.files or self.artifact_hash is None):
+            raise ValueError("a version of kind stream has an artifact_hash and no files")
+        if self.kind != "stream" and (not self.files or self.artifact_hash is not None):
+            raise ValueError(f"a version of kind {self.kind} has files, and its hash is that of their manifest")
+        return self
 
 
 class PolicyView(WireModel):

@@ -199,6 +199,18 @@ _ALL = [
     ),
     ProblemCode("token_conflict", 409, "A token of that name exists", "Choose another name."),
     ProblemCode(
+        "policy_not_durable",
+        409,
+        "The version left no files that could be brought back",
+        "Roll back to a version of kind base, lora or full.",
+    ),
+    ProblemCode(
+        "rollback_conflict",
+        409,
+        "The rollback exists with other content",
+        "Choose another rollback id, or send what it was made with.",
+    ),
+    ProblemCode(
         "rewind_conflict",
         409,
         "The rewind exists with other content",

@@ -40,7 +40,7 @@ def guards(dependant: Dependant) -> Iterator[Allow]:
 def filled(path: str) -> str:
     values = {
         "run_id": "run", "worker_id": "w", "version": "0", "name:path": "a", "rollout_id": "r", "update_id": "u",
-        "activation_id": "a", "token_id": "t", "rewind_id": "r",
+        "activation_id": "a", "token_id": "t", "rewind_id": "r", "rollback_id": "r",
     }  # fmt: skip
     for name, value in values.items():
         path = path.replace("{" + name + "}", value)

@@ -27,7 +27,14 @@ async def test_a_body_that_is_no_batch(ledger: Ledger, body: bytes) -> None:
 
 async def test_a_body_that_is_no_json_is_named_as_the_body(ledger: Ledger) -> None:
     ok(await ledger.open())
-    ids = {"run_id": ledger.run_id, "update_id": "u", "worker_id": "w", "version": "1", "rewind_id": "r"}
+    ids = {
+        "run_id": ledger.run_id,
+        "update_id": "u",
+        "worker_id": "w",
+        "version": "1",
+        "rewind_id": "r",
+        "rollback_id": "r",
+    }
     seen = 0
     for path, item in ledger.api.app.openapi()["paths"].items():
         for method, operation in item.items():

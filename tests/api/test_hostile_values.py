@@ -77,7 +77,7 @@ def bodies(ledger: Ledger) -> dict[tuple[str, str], Json]:
             "files": [{"name": "w", "size": 1, "sha256": H}],
         },
         ("POST", "/v1/runs/{run_id}/policies/{version}/activations"): {
-            "activation_id": "a", "required_workers": ["w"],
+            "activation_id": "a", "required_workers": ["w"], "supersede": True,
         },
         ("POST", "/v1/runs/{run_id}/activations/{activation_id}/give-up"): {"reason": "r"},
         ("POST", "/v1/runs/{run_id}/rollouts"): {
@@ -90,6 +90,10 @@ def bodies(ledger: Ledger) -> dict[tuple[str, str], Json]:
             "group_id": "g", "ruleset_id": "rules", "ruleset_hash": H,
             "rewards": [{"rollout_id": "g:0", "value": 1.0}, {"rollout_id": "g:1", "components": {"a": 1.0}}],
         },
+        ("PUT", "/v1/runs/{run_id}/rollbacks/{rollback_id}"): {
+            "to_version": 0, "version": 9, "reason": "r", "activation_id": "a",
+        },
+        ("POST", "/v1/runs/{run_id}/policies/{version}/withdraw"): {"reason": "r", "restoring_version": 9},
         ("PUT", "/v1/runs/{run_id}/rewinds/{rewind_id}"): {
             "to_commit_no": 0, "consumed": "release", "reason": "r", "restoring_version": 9,
         },
@@ -153,7 +157,7 @@ async def test_no_value_of_any_body_is_a_fault_of_the_server(ledger: Ledger) -> 
     ok(await ledger.activation(1))
     for (method, template), good in bodies(ledger).items():
         path = template.format(
-            run_id="run", worker_id="w", version=1, activation_id="act-1", update_id="u", rewind_id="r"
+            run_id="run", worker_id="w", version=1, activation_id="act-1", update_id="u", rewind_id="r", rollback_id="r"
         )
         ok(await ledger.open())
         for spoilt in spoiled(good):

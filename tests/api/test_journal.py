@@ -107,7 +107,7 @@ async def test_policies_and_activations(api: Api) -> None:
         ("policy.prepared", "2", None, None, None),
         ("activation.opened", "act-2", 2, None, None),
         ("activation.given_up", "act-2", 2, None, "a bad batch"),
-        ("policy.withdrawn", "1", None, None, "rewind back"),
+        ("policy.withdrawn", "1", None, None, "rewind back: restored"),
         ("policy.prepared", "3", None, None, None),
         ("line.rewound", "back", None, None, "restored"),
         ("policy.committed", "3", None, None, None),

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.rules.manifest import artifact_hash, canonical_manifest, check_file_name
+from coordinator.rules.manifest import artifact_hash, canonical_manifest, check_file_name, stream_hash
 
 A, B, C = "a" * 64, "b" * 64, "c" * 64
 BASE = {"name": "Qwen/Qwen2.5-0.5B-Instruct", "revision": "7ae557604adf67be", "sha256": C}
@@ -177,3 +177,26 @@ def test_an_accepted_name_stays_below_its_folder(name):
     assert all(part and part not in {".", ".."} for part in parts)
     assert "\\" not in name and "\0" not in name
     name.encode()
+
+
+def test_a_stream_is_named_by_its_tensors_in_any_order():
+    tensors = [("layer.1.weight", "bfloat16", (2, 3), A), ("layer.0.weight", "float32", (4,), B)]
+    listed = f'[["layer.0.weight","float32",[4],"{B}"],["layer.1.weight","bfloat16",[2,3],"{A}"]]'
+    expected = sha256(listed.encode()).hexdigest()
+    assert stream_hash(tensors) == stream_hash(reversed(tensors)) == expected
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        [],
+        [("", "float32", (1,), A)],
+        [("a", "float32", (1,), A), ("a", "float32", (1,), B)],
+        [("a", "float32", (-1,), A)],
+        [("a", "float32", (1.0,), A)],
+        [("a", "float32", (1,), A.upper())],
+    ],
+)
+def test_a_stream_without_sense_is_refused(tensors):
+    with pytest.raises(ValueError):
+        stream_hash(tensors)

@@ -41,7 +41,16 @@ from coordinator.wire.policies import (
     PreparePolicy,
     Watch,
 )
-from coordinator.wire.rewinds import Rewind, RewindList, RewindView
+from coordinator.wire.rewinds import (
+    Rewind,
+    RewindList,
+    RewindView,
+    Rollback,
+    RollbackList,
+    RollbackView,
+    WithdrawPolicy,
+    WithdrawView,
+)
 from coordinator.wire.rollouts import (
     ArrivalAnswer,
     Audit,
@@ -175,6 +184,40 @@ class AsyncRun:
         """All rewinds, oldest first."""
         answer = await self._connection.call("GET", (*self._path, "rewinds"), RewindList)
         return answer.rewinds
+
+    async def roll_back(
+        self,
+        to_version: int,
+        reason: str,
+        *,
+        rollback_id: str | None = None,
+        version: int | None = None,
+        activation_id: str | None = None,
+    ) -> RollbackView:
+        """Bring the artifact of an earlier version back under a new number; takes an admin's token.
+
+        Every version that is no ancestor of the restored one is withdrawn. The answer's `restoring` is the version to
+        activate; `activation_id` opens its activation at once, in place of any that is open. A `rollback_id` of the
+        caller's own makes a retry after a lost answer find the same rollback.
+        """
+        body = Rollback(to_version=to_version, version=version, reason=reason, activation_id=activation_id)
+        name = f"rollback-{uuid.uuid4().hex}" if rollback_id is None else rollback_id
+        return await self._connection.call("PUT", (*self._path, "rollbacks", name), RollbackView, body=body)
+
+    async def rollbacks(self) -> list[RollbackView]:
+        """All rollbacks, oldest first."""
+        answer = await self._connection.call("GET", (*self._path, "rollbacks"), RollbackList)
+        return answer.rollbacks
+
+    async def withdraw(self, version: int, reason: str, *, restoring_version: int | None = None) -> WithdrawView:
+        """Take a version, and those made from it, out of use; takes an admin's token.
+
+        Where the active version is among them, the answer's `restoring` is the version to activate next.
+        """
+        body = WithdrawPolicy(reason=reason, restoring_version=restoring_version)
+        return await self._connection.call(
+            "POST", (*self._path, "policies", str(version), "withdraw"), WithdrawView, body=body
+        )
 
     # rollouts and rewards
 
@@ -372,6 +415,35 @@ class AsyncRun:
             return view
         for file in body.files:
             await upload(self._connection, self.id, version, folder, file, progress)
+        return await self._connection.call("POST", (*self._path, "policies", str(version), "commit"), PolicyView)
+
+    async def announce_stream(
+        self,
+        *,
+        version: int,
+        parent_version: int,
+        artifact_hash: str,
+        base_model: BaseModelIdentity,
+        updates: Sequence[str] = (),
+        digests: Mapping[str, str] | None = None,
+    ) -> PolicyView:
+        """Make weights that are pushed to the engines policy `version`, which leaves no files.
+
+        `artifact_hash` is `coordinator.rules.manifest.stream_hash` of its tensors. Nothing can be rolled back to it,
+        and a worker that restarts waits for the next version.
+        """
+        body = PreparePolicy(
+            version=version,
+            parent_version=parent_version,
+            updates=tuple(updates),
+            kind="stream",
+            base_model=base_model,
+            artifact_hash=artifact_hash,
+            digests=dict(digests or {}),
+        )
+        view = await self._connection.call("POST", (*self._path, "policies"), PolicyView, body=body)
+        if view.state != "prepared":
+            return view
         return await self._connection.call("POST", (*self._path, "policies", str(version), "commit"), PolicyView)
 
     async def download(

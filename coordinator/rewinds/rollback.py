@@ -1,0 +1,152 @@
+"""Rollback and withdrawal: an operator takes versions back, the pointer's among them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from coordinator.errors import Refusal
+from coordinator.operations.access import Caller
+from coordinator.operations.journal import record_event
+from coordinator.policies import restoring, withdrawal
+from coordinator.policies.activation import open_activation
+from coordinator.policies.service import find_version
+from coordinator.rewinds.undoing import lock_updates_of, undo
+from coordinator.rollouts.queries import CHANGE_VERSIONS
+from coordinator.runs.service import Run, get_run, lock_run
+from coordinator.wire.policies import OpenActivation, PolicyView
+from coordinator.wire.rewinds import Rollback, RollbackList, RollbackView, WithdrawPolicy, WithdrawView
+
+_COLUMNS = "rollback_id, to_version, version, reason, actor, at, CAST(answer AS text) AS answer"
+
+GET_ROLLBACK = text(f"SELECT {_COLUMNS} FROM rollbacks WHERE run_no = :run_no AND rollback_id = :rollback_id")
+
+LIST_ROLLBACKS = text(f"SELECT {_COLUMNS} FROM rollbacks WHERE run_no = :run_no ORDER BY at, rollback_id")
+
+INSERT_ROLLBACK = text("""
+    INSERT INTO rollbacks (run_no, rollback_id, to_version, version, reason, actor, answer)
+    VALUES (:run_no, :rollback_id, :to_version, :version, :reason, :actor, CAST(:answer AS jsonb))
+""")
+
+
+async def roll_back(
+    connection: AsyncConnection, run_id: str, rollback_id: str, body: Rollback, caller: Caller
+) -> tuple[RollbackView, bool]:
+    """Prepares an earlier artifact under a new number and withdraws what is not its ancestor, or finds the same
+    rollback. Second: whether it is new.
+
+    The line of commits stays as it is: only a trainer that restores a checkpoint goes back on it, by a rewind.
+    """
+    run = await lock_run(connection, run_id)
+    await connection.execute(CHANGE_VERSIONS, {"run_no": run.run_no})
+    keys = {"run_no": run.run_no, "rollback_id": rollback_id}
+    row = (await connection.execute(GET_ROLLBACK, keys)).one_or_none()
+    if row is not None:
+        if row.to_version != body.to_version:
+            raise Refusal("rollback_conflict", f"rollback {rollback_id} went to version {row.to_version}")
+        return await _view(connection, run, row), False
+    _require_restorable(run, await find_version(connection, run.run_no, body.to_version))
+    withdrawn = await withdrawal.not_ancestors(connection, run, body.to_version)
+    fenced = await lock_updates_of(connection, run, withdrawn)
+    cause = f"rollback {rollback_id}"
+    undone = await undo(connection, run, cause, body.reason, caller, withdrawn=withdrawn, fenced=fenced)
+    restored = await restoring.prepare_restoring(connection, run, body.version, caller, of=body.to_version)
+    assert restored is not None, "it was found restorable under the run's lock"
+    if body.activation_id is not None:
+        opening = OpenActivation(activation_id=body.activation_id, supersede=True)
+        await open_activation(connection, run_id, restored.version, opening, caller)
+    answer = {
+        "fenced_updates": fenced,
+        "withdrawn_versions": withdrawn,
+        "released": undone.released,
+        "quarantined": undone.quarantined,
+        "activation_id": body.activation_id,
+    }
+    await connection.execute(
+        INSERT_ROLLBACK,
+        keys
+        | {
+            "to_version": body.to_version,
+            "version": restored.version,
+            "reason": body.reason,
+            "actor": caller.actor,
+            "answer": json.dumps(answer),
+        },
+    )
+    await record_event(
+        connection,
+        run.run_no,
+        "policy.rolled_back",
+        str(restored.version),
+        caller.actor,
+        rollback_id=rollback_id,
+        to_version=body.to_version,
+        fenced=fenced,
+        withdrawn=withdrawn,
+        released=undone.released,
+        quarantined=undone.quarantined,
+        reason=body.reason,
+    )
+    return await _view(connection, run, (await connection.execute(GET_ROLLBACK, keys)).one()), True
+
+
+def _require_restorable(run: Run, policy: PolicyView) -> None:
+    version = policy.version
+    if policy.kind == "stream":
+        raise Refusal("policy_not_durable", f"version {version} was pushed to the engines and left no files")
+    if policy.state in ("prepared", "abandoned", "withdrawn"):
+        raise Refusal("policy_state", f"version {version} is {policy.state}")
+    if version >= run.active.version:
+        raise Refusal(
+            "policy_state",
+            f"version {version} is not earlier than the active one, {run.active.version}; "
+            "withdraw the versions that are not to be used",
+        )
+
+
+async def _view(connection: AsyncConnection, run: Run, row: Any) -> RollbackView:
+    return RollbackView(
+        rollback_id=row.rollback_id,
+        to_version=row.to_version,
+        reason=row.reason,
+        actor=row.actor,
+        at=row.at,
+        restoring=await restoring.find(connection, run, row.version),
+        **json.loads(row.answer),
+    )
+
+
+async def list_rollbacks(connection: AsyncConnection, run_id: str) -> RollbackList:
+    """Every rollback of the run, oldest first."""
+    run = await get_run(connection, run_id)
+    rows = (await connection.execute(LIST_ROLLBACKS, {"run_no": run.run_no})).all()
+    return RollbackList(rollbacks=[await _view(connection, run, row) for row in rows])
+
+
+async def withdraw(
+    connection: AsyncConnection, run_id: str, version: int, body: WithdrawPolicy, caller: Caller
+) -> WithdrawView:
+    """Withdraws a version and what was made from it. Again: there is nothing left to withdraw."""
+    run = await lock_run(connection, run_id)
+    await connection.execute(CHANGE_VERSIONS, {"run_no": run.run_no})
+    policy = await find_version(connection, run.run_no, version)
+    if policy.state == "abandoned":
+        raise Refusal("policy_state", f"version {version} is abandoned, and cannot be used in any case")
+    withdrawn = await withdrawal.descendants(connection, run, version)
+    fenced = await lock_updates_of(connection, run, withdrawn)
+    cause = f"withdrawal of version {version}"
+    undone = await undo(connection, run, cause, body.reason, caller, withdrawn=withdrawn, fenced=fenced)
+    restored: PolicyView | None = None
+    if run.active.version in withdrawn:
+        restored = await restoring.prepare_restoring(connection, run, body.restoring_version, caller)
+    return WithdrawView(
+        withdrawn_versions=withdrawn,
+        fenced_updates=fenced,
+        released=undone.released,
+        quarantined=undone.quarantined,
+        restoring=restored,
+        no_restorable_version=run.active.version in withdrawn and restored is None,
+    )
