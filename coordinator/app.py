@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from coordinator.body import BodyLimit
 from coordinator.diagnosis import router as diagnosis
 from coordinator.errors import refusals
 from coordinator.openapi import document
+from coordinator.operations.access import still_valid
 from coordinator.policies import reading
 from coordinator.policies.endpoints import router as policies
 from coordinator.rewinds.endpoints import router as rewinds
@@ -30,6 +31,9 @@ from coordinator.storage.watchers import Watchers
 from coordinator.tokens.endpoints import router as tokens
 from coordinator.updates.endpoints import line
 from coordinator.updates.endpoints import router as updates
+from coordinator.watching.endpoints import router as watching
+from coordinator.watching.feeds import Entry, Feeds
+from coordinator.watching.stream import entries_after
 from coordinator.wire.policies import Watch
 from coordinator.workers.endpoints import router as workers
 
@@ -49,12 +53,19 @@ def create_app(database: Database, artifacts: Path, max_body_bytes: int = 64 * 2
     async def watch(run_id: str) -> Watch:
         return await database.transaction(reading.watch, run_id)
 
+    async def entries(run_id: str, after: int, limit: int) -> list[Entry]:
+        return await database.read(entries_after, run_id, after, limit)
+
+    async def valid(token_ids: Collection[str]) -> frozenset[str]:
+        return await database.read(still_valid, token_ids)
+
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await check_durability(database)
         await check_schema(database)
         changes = app.state.changes
         app.state.watchers = Watchers(changes, watch)
+        app.state.feeds = Feeds(changes, entries, valid)
         tasks = [
             asyncio.create_task(work) for work in (clocks.run(database, changes), Notices(database, changes).run())
         ]
@@ -81,7 +92,7 @@ def create_app(database: Database, artifacts: Path, max_body_bytes: int = 64 * 2
     app.state.artifacts = ArtifactStore(artifacts)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
     errors.install(app)
-    for router in (runs, workers, policies, rollouts, updates, line, rewinds, diagnosis, tokens):
+    for router in (runs, workers, policies, rollouts, updates, line, rewinds, watching, diagnosis, tokens):
         app.include_router(router)
 
     @app.get("/healthz", tags=["health"])

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import uvicorn
+from fastapi import FastAPI
 
 from coordinator.app import create_app
 from coordinator.operations.access import new_secret
@@ -141,6 +142,18 @@ def _exit(number: int, _: object) -> None:
     raise SystemExit(0)
 
 
+class Server(uvicorn.Server):
+    """uvicorn's own, but for the end: whoever waits is answered at once, and streams end, to go on elsewhere."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Nobody is let in any more; requests under way are finished first."""
+        app = self.config.app
+        assert isinstance(app, FastAPI)
+        app.state.changes.end()
+        app.state.feeds.end()
+        await super().shutdown(sockets)
+
+
 def serve_forever(settings: Settings, host: str, port: int, say: Say) -> None:
     """Serves until SIGTERM or SIGINT; requests under way are finished first, and an embedded Postgres is shut down."""
     # uvicorn raises the signal again when it has shut down. Left to its default, SIGTERM would end the process
@@ -164,4 +177,4 @@ def serve_forever(settings: Settings, host: str, port: int, say: Say) -> None:
         config = uvicorn.Config(
             app, http=ProblemProtocol, log_level="warning", access_log=False, timeout_graceful_shutdown=10
         )
-        uvicorn.Server(config).run(sockets=[listener])
+        Server(config).run(sockets=[listener])

@@ -83,6 +83,6 @@ def _show(operation: Json, example: Example) -> None:
     # Where the first call answers 201, the same again answers 200 with the same body.
     for status in {str(example.status), "200"} & operation["responses"].keys():
         for media, content in operation["responses"][status]["content"].items():
-            if media in ("application/json", "application/octet-stream"):
+            if media in ("application/json", "application/octet-stream", "text/event-stream"):
                 value = {"summary": example.title, "value": example.answer}
                 content.setdefault("examples", {})[example.key] = value

@@ -310,6 +310,13 @@ STORY: tuple[Step, ...] = (
     Step("list_activations", "The activations of the run", "viewer", _IN_RUN),
     Step("get_policy", "The version that is active now", "viewer", _VERSION_1),
     Step("list_policies", "The versions of the run", "viewer", _IN_RUN),
+    Step(
+        "stream_events",
+        "What a page that follows policies and activations is told",
+        "viewer",
+        _IN_RUN,
+        {"after": 6, "events": "policy.,activation.", "wait_seconds": 0},
+    ),
     Step("get_lineage", "What the step was made from, and what it led to", "viewer", _STEP_1),
     # Version 2 comes to nothing.
     Step(

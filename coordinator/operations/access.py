@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Annotated, cast
 
@@ -60,12 +60,15 @@ def hash_token(token: str) -> bytes:
     return hashlib.sha256(token.encode()).digest()
 
 
-FIND_TOKEN = text("""
+_VALID = "revoked_at IS NULL AND (expires_at IS NULL OR expires_at > clock_timestamp())"
+
+FIND_TOKEN = text(f"""
     SELECT token_id, name, role, run_id, worker_id, secret_hash
     FROM tokens
-    WHERE token_id = :token_id AND revoked_at IS NULL
-      AND (expires_at IS NULL OR expires_at > clock_timestamp())
+    WHERE token_id = :token_id AND {_VALID}
 """)
+
+VALID_TOKENS = text(f"SELECT token_id FROM tokens WHERE token_id = ANY(CAST(:token_ids AS text[])) AND {_VALID}")
 
 
 async def authenticate(connection: AsyncConnection, token: str) -> Caller | None:
@@ -74,6 +77,11 @@ async def authenticate(connection: AsyncConnection, token: str) -> Caller | None
     if row is None or not hmac.compare_digest(row.secret_hash, hash_token(token)):
         return None
     return Caller(row.token_id, row.name, cast(Role, row.role), row.run_id, row.worker_id)
+
+
+async def still_valid(connection: AsyncConnection, token_ids: Collection[str]) -> frozenset[str]:
+    """Those of these tokens that are neither revoked nor expired."""
+    return frozenset((await connection.scalars(VALID_TOKENS, {"token_ids": sorted(token_ids)})).all())
 
 
 def token_id_of(token: str) -> str:

@@ -206,21 +206,23 @@ async def counts(connection: AsyncConnection, run: Run) -> dict[str, int]:
     return {row.name: row.n for row in rows}
 
 
+def journal_entry(row: Any) -> JournalEntry:
+    """A row of the journal as it goes over the wire."""
+    return JournalEntry(
+        event_no=row.event_no,
+        event=row.event,
+        subject=row.subject,
+        actor=row.actor,
+        at=row.at,
+        detail=json.loads(row.detail),
+    )
+
+
 async def get_journal(connection: AsyncConnection, run_id: str, after: int, limit: int) -> Journal:
     """Journal entries after a number."""
     run = await get_run(connection, run_id)
     rows = await connection.execute(queries.GET_JOURNAL, {"run_no": run.run_no, "after": after, "limit": limit})
-    entries = [
-        JournalEntry(
-            event_no=row.event_no,
-            event=row.event,
-            subject=row.subject,
-            actor=row.actor,
-            at=row.at,
-            detail=json.loads(row.detail),
-        )
-        for row in rows
-    ]
+    entries = [journal_entry(row) for row in rows]
     return Journal(entries=entries, next_after=entries[-1].event_no if entries else after)
 
 

@@ -56,6 +56,8 @@ class Changes:
         self._untold: set[str] = set()
         self.stirred = asyncio.Event()
         """Set when a run was announced; who tells the other replicas waits for it and clears it."""
+        self.ended = False
+        """Nobody is to wait here any longer: the server ends."""
 
     def announce(self, run_id: str) -> None:
         """The run was changed here: wakes its followers, and has the other replicas told."""
@@ -73,6 +75,13 @@ class Changes:
         """Any run may have been changed elsewhere: wakes all followers."""
         for run_id in list(self._followers):
             self.hear(run_id)
+
+    def end(self) -> None:
+        """Wakes everybody for good: each answers with what there is."""
+        self.ended = True
+        for followers in self._followers.values():
+            for follower in followers:
+                follower.wake()
 
     def tell_later(self, run_ids: Iterable[str]) -> None:
         """These runs are among those that the other replicas have to be told of."""

@@ -22,8 +22,9 @@ class _Waiter(Generic[T]):
 class _Question(Generic[T]):
     """The question about one run, asked at every change of the run for as long as somebody waits."""
 
-    def __init__(self, ask: Callable[[], Awaitable[T]], follower: Follower) -> None:
+    def __init__(self, ask: Callable[[], Awaitable[T]], changes: Changes, follower: Follower) -> None:
         self._ask = ask
+        self._changes = changes
         self._follower = follower
         self._waiters: set[_Waiter[T]] = set()
 
@@ -56,7 +57,8 @@ class _Question(Generic[T]):
         now = asyncio.get_running_loop().time()
         try:
             answer = await self._ask()
-            served = [waiter for waiter in asked if waiter.end <= now or waiter.enough(answer)]
+            over = self._changes.ended
+            served = [waiter for waiter in asked if over or waiter.end <= now or waiter.enough(answer)]
         except Exception as error:  # noqa: BLE001 - raised in each of the waiting calls
             for waiter in asked:
                 if not waiter.answer.done():
@@ -77,13 +79,14 @@ class Watchers(Generic[T]):
         self._questions: dict[str, tuple[_Question[T], asyncio.Task[None]]] = {}
 
     async def answer(self, run_id: str, enough: Callable[[T], bool], seconds: float) -> T:
-        """The first answer asked for from now on that is enough, or the one that is asked for after `seconds`.
+        """The first answer asked for from now on that is enough, or the one that is asked for after `seconds`, or
+        when the server ends.
 
         Raises what `ask` raises.
         """
         loop = asyncio.get_running_loop()
         if run_id not in self._questions:
-            question = _Question(lambda: self._ask(run_id), self._changes.follow(run_id))
+            question = _Question(lambda: self._ask(run_id), self._changes, self._changes.follow(run_id))
             self._questions[run_id] = question, loop.create_task(self._serve(run_id, question))
         return await self._questions[run_id][0].answer(_Waiter(enough, loop.time() + seconds, loop.create_future()))
 

@@ -163,7 +163,7 @@ async def get_candidates(
     with changes.follow(run_id) as follower:
         while True:
             await _tidy(database, run_id)
-            left = end - loop.time()
+            left = 0.0 if changes.ended else end - loop.time()
             offer = await database.transaction(candidates.hold, run_id, update_id, body, caller, left <= 0)
             if offer is not None:
                 break

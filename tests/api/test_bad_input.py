@@ -33,9 +33,7 @@ async def test_a_body_that_is_no_json_is_named_as_the_body(ledger: Ledger) -> No
         "worker_id": "w",
         "version": "1",
         "rewind_id": "r",
-    ids = {
-        "run_id": ledger.run_id, "update_id": "u", "worker_id": "w", "version": "1", "rewind_id": "r", "rollback_id": "r",
-    }  # fmt: skip
+        "rollback_id": "r",
     }
     seen = 0
     for path, item in ledger.api.app.openapi()["paths"].items():

@@ -1,0 +1,1 @@
+"""Watching a run: its journal as it grows, and how one activation went."""

@@ -1,0 +1,79 @@
+"""The addresses under which a run is watched."""
+
+from __future__ import annotations
+
+from typing import Annotated, cast
+
+from fastapi import APIRouter, Depends, Header, Query, Request, status
+
+from coordinator.addresses import RunId
+from coordinator.errors import Refusal, refusals
+from coordinator.operations.access import Anyone
+from coordinator.policies.endpoints import WatchersHere
+from coordinator.watching.feeds import Feeds
+from coordinator.watching.stream import EventStream, told
+from coordinator.wire.event_stream import encode_event
+
+router = APIRouter(prefix="/v1/runs/{run_id}", tags=["runs"])
+
+_PREFIX = r"[a-z]+(\.[a-z_]*)?"
+
+
+async def feeds_of(request: Request) -> Feeds:
+    """Those who read the journals of this app's runs as they grow."""
+    return cast(Feeds, request.app.state.feeds)
+
+
+FeedsHere = Annotated[Feeds, Depends(feeds_of)]
+
+
+@router.get(
+    "/events/stream",
+    status_code=status.HTTP_200_OK,
+    response_class=EventStream,
+    responses=refusals("run_unknown"),
+)
+async def stream_events(
+    run_id: RunId,
+    caller: Anyone,
+    watchers: WatchersHere,
+    feeds: FeedsHere,
+    after: Annotated[
+        int | None, Query(ge=0, le=2**53, description="the event_no seen last; left out: begin with what comes now")
+    ] = None,
+    last_event_id: Annotated[
+        str | None,
+        Header(
+            alias="Last-Event-ID",
+            pattern=r"^[0-9]{1,15}$",
+            description="the id seen last, as browsers send it when they connect again; it comes before `after`",
+        ),
+    ] = None,
+    events: Annotated[
+        str,
+        Query(
+            max_length=200,
+            pattern=rf"^({_PREFIX}(,{_PREFIX})*)?$",
+            description="only events whose name begins with one of these, separated by commas: policy.,activation.",
+        ),
+    ] = "",
+    wait_seconds: Annotated[
+        float | None,
+        Query(ge=0, le=86400, description="end after this time; 0: with what is there now; left out: go on"),
+    ] = None,
+) -> EventStream:
+    """Follow the journal as server-sent events: `id` is the event_no, `event` the name, `data` the journal's entry.
+
+    It continues after `Last-Event-ID`, or `after`, and never leaves an entry out or tells one twice, whichever replica
+    answers. Without both it begins with an event `watch`, whose data is what `GET watch` answers, and goes on from
+    there. A comment goes over at least every 15 s. The stream ends when the token ends, or the server: connect again.
+    """
+    view = await watchers.answer(run_id, lambda _: True, 0)
+    seen = after if last_event_id is None else int(last_event_id)
+    if seen is not None and seen > view.event_no:
+        field = "after" if last_event_id is None else "Last-Event-ID"
+        raise Refusal("invalid_request", f"the newest event of run {run_id} is {view.event_no}", field=field)
+    first = b"" if seen is not None else encode_event(view.event_no, "watch", view.model_dump_json())
+    begin = view.event_no if seen is None else seen
+    reading = feeds.read(run_id, begin, caller.token_id, view.event_no)
+    return EventStream(told(reading, first, tuple(events.split(",")) if events else (), wait_seconds))
