@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
-from fastapi import APIRouter, Depends, Header, Query, Request, status
+from fastapi import APIRouter, Depends, Header, Query, Request, Response, status
 
 from coordinator.addresses import RunId
 from coordinator.errors import Refusal, refusals
@@ -12,10 +12,38 @@ from coordinator.operations.access import Anyone
 from coordinator.policies.endpoints import WatchersHere
 from coordinator.watching.feeds import Feeds
 from coordinator.watching.stream import EventStream, told
-from coordinator.wire.event_stream import encode_event
+from coordinator.wire.event_stream import MEDIA_TYPE, encode_event
 
 router = APIRouter(prefix="/v1/runs/{run_id}", tags=["runs"])
 
+STREAM: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "Events, for as long as the connection lasts",
+        "content": {
+            MEDIA_TYPE: {
+                "schema": {"description": "The stream as a whole; itemSchema is of one event."},
+                "itemSchema": {
+                    "type": "object",
+                    "properties": {
+                        "id": {"type": "string", "description": "the event_no, to continue after"},
+                        "event": {"type": "string", "description": "the event's name in the journal, or watch"},
+                        "data": {
+                            "type": "string",
+                            "contentMediaType": "application/json",
+                            "contentSchema": {
+                                "anyOf": [
+                                    {"$ref": "#/components/schemas/JournalEntry"},
+                                    {"$ref": "#/components/schemas/Watch"},
+                                ]
+                            },
+                        },
+                        "retry": {"type": "integer", "description": "milliseconds before a browser connects again"},
+                    },
+                },
+            }
+        },
+    }
+}
 _PREFIX = r"[a-z]+(\.[a-z_]*)?"
 
 
@@ -30,8 +58,8 @@ FeedsHere = Annotated[Feeds, Depends(feeds_of)]
 @router.get(
     "/events/stream",
     status_code=status.HTTP_200_OK,
-    response_class=EventStream,
-    responses=refusals("run_unknown"),
+    response_class=Response,  # the description is above, not EventStream's
+    responses=refusals("run_unknown") | STREAM,
 )
 async def stream_events(
     run_id: RunId,
@@ -42,13 +70,13 @@ async def stream_events(
         int | None, Query(ge=0, le=2**53, description="the event_no seen last; left out: begin with what comes now")
     ] = None,
     last_event_id: Annotated[
-        str | None,
+        str,
         Header(
             alias="Last-Event-ID",
-            pattern=r"^[0-9]{1,15}$",
+            pattern=r"^[0-9]{0,15}$",
             description="the id seen last, as browsers send it when they connect again; it comes before `after`",
         ),
-    ] = None,
+    ] = "",
     events: Annotated[
         str,
         Query(
@@ -69,9 +97,9 @@ async def stream_events(
     there. A comment goes over at least every 15 s. The stream ends when the token ends, or the server: connect again.
     """
     view = await watchers.answer(run_id, lambda _: True, 0)
-    seen = after if last_event_id is None else int(last_event_id)
+    seen = int(last_event_id) if last_event_id else after
     if seen is not None and seen > view.event_no:
-        field = "after" if last_event_id is None else "Last-Event-ID"
+        field = "Last-Event-ID" if last_event_id else "after"
         raise Refusal("invalid_request", f"the newest event of run {run_id} is {view.event_no}", field=field)
     first = b"" if seen is not None else encode_event(view.event_no, "watch", view.model_dump_json())
     begin = view.event_no if seen is None else seen

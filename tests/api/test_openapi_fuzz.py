@@ -54,6 +54,8 @@ UNSAYABLE: dict[tuple[str, str, str | None], str] = {
     ("reserve_rollouts", "invalid_log_probs", None): "there is one log-prob for each stored token",
     ("reserve_rollouts", "partial_group", None): "every rewarded member is named",
     ("get_audit", "invalid_request", "after"): "a cursor is what an earlier answer gave",
+    ("stream_events", "invalid_request", "after"): "the run has come to that event",
+    ("stream_events", "invalid_request", "Last-Event-ID"): "the run has come to that event",
     ("get_uses", "invalid_request", "version"): "one of the filters is given",
     ("get_uses", "invalid_request", "ruleset_id"): "ruleset_hash comes with ruleset_id",
 }

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,13 @@ class Stream:
 
     async def take(self, count: int) -> list[ServerSentEvent]:
         return [await self.next() for _ in range(count)]
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Waits until it holds, on a machine of any speed."""
+    async with asyncio.timeout(60):
+        while not holds():  # noqa: ASYNC110 - what is waited for is not told to anyone
+            await asyncio.sleep(0.02)
 
 
 def numbers(events: list[ServerSentEvent]) -> list[int]:

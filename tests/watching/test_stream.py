@@ -12,8 +12,8 @@ from sqlalchemy import AsyncAdaptedQueuePool, Connection, event
 
 from coordinator.watching import feeds
 from coordinator.watching import stream as watching_stream
-from tests.api.ledger import Api, Json, Ledger, ok, refused
-from tests.watching.serving import numbers, streaming
+from tests.api.ledger import Json, Ledger, ok, refused
+from tests.watching.serving import numbers, streaming, until
 
 
 async def journal(ledger: Ledger) -> list[Json]:
@@ -80,8 +80,7 @@ async def test_who_filters_is_told_how_far_he_has_come(ledger: Ledger, monkeypat
         await stream.next()
         await happen(ledger, 4)
         reading = asyncio.create_task(stream.next())
-        while stream.place != "7":
-            await asyncio.sleep(0.02)
+        await until(lambda: stream.place == "7")
         assert not reading.done()
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
@@ -91,8 +90,7 @@ async def test_a_silent_stream_is_kept_alive(ledger: Ledger, monkeypatch: pytest
     monkeypatch.setattr(watching_stream, "KEEP_ALIVE_SECONDS", 0.05)
     async with streaming(ledger.api, "?after=3") as stream:
         reading = asyncio.create_task(stream.next())
-        while stream.comments < 3:
-            await asyncio.sleep(0.02)
+        await until(lambda: stream.comments >= 3)
         await happen(ledger, 1)
         assert numbers([await reading]) == [4]
 
@@ -108,7 +106,7 @@ async def test_it_ends_after_a_time_with_all_that_was_there(ledger: Ledger) -> N
         assert numbers([event async for event in stream]) == [4]
 
 
-@pytest.mark.parametrize("last", ["", "x", "-1", "1.0", "+1", "9" * 16, "0x1", "²"])
+@pytest.mark.parametrize("last", ["x", "-1", "1.0", "+1", "9" * 16, "0x1", "²"])
 async def test_a_bad_last_event_id_is_refused(ledger: Ledger, last: str) -> None:
     headers = {"last-event-id": last.encode()}
     document = refused(await ledger.call("GET", "/events/stream", headers=headers), 422, "invalid_request")
@@ -177,9 +175,8 @@ async def test_who_leaves_leaves_nothing_behind(ledger: Ledger) -> None:
             if "events" not in query:
                 await stream.next()
         assert api.app.state.feeds._feeds.keys() == {"run"}
-    async with asyncio.timeout(30):
-        while api.app.state.feeds._feeds or api.app.state.changes._followers or asyncio.all_tasks() - before:
-            await asyncio.sleep(0.02)
+    feeds_here, changes = api.app.state.feeds, api.app.state.changes
+    await until(lambda: not (feeds_here._feeds or changes._followers or asyncio.all_tasks() - before))
 
 
 async def test_two_hundred_streams_hold_no_connection_and_ask_together(ledger: Ledger) -> None:
@@ -202,5 +199,4 @@ async def test_two_hundred_streams_hold_no_connection_and_ask_together(ledger: L
         assert {tuple(numbers(events)) for events in found} == {(4,)}
         # Two questions for all; one more for each second that it took, and when the run is announced again.
         assert 2 <= len(asked) < 20, asked
-        while pool.checkedout():
-            await asyncio.sleep(0.01)
+        await until(lambda: pool.checkedout() == 0)

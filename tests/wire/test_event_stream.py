@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -24,7 +25,7 @@ EVENTS = st.lists(st.tuples(st.integers(0, 2**53), st.sampled_from(["policy.prep
 
 def cut(stream: bytes, at: list[int]) -> list[bytes]:
     places = sorted({0, len(stream), *(place % (len(stream) + 1) for place in at)})
-    return [stream[begin:end] for begin, end in zip(places, places[1:], strict=False)]
+    return [stream[begin:end] for begin, end in pairwise(places)]
 
 
 def read(*pieces: bytes) -> list[ServerSentEvent]:
