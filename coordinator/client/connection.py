@@ -6,7 +6,8 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote
@@ -17,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from coordinator.client.artifacts import IncomingFile
 from coordinator.client.errors import NotConfigured, UnexpectedAnswer, Unreachable, refusal
 from coordinator.client.pace import run_blocking, sleep
+from coordinator.wire.event_stream import KEEP_ALIVE_SECONDS, MEDIA_TYPE, EventDecoder, ServerSentEvent
 
 JSON = "application/json"
 _PART_BYTES = 1 << 20
@@ -33,6 +35,16 @@ _log = logging.getLogger("coordinator.client")
 Answer = TypeVar("Answer", bound=BaseModel)
 Progress = Callable[[str, int, int], None]
 """Called with a file's name, the bytes of it that went over so far, and its size in bytes."""
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """An answer that goes on: where it comes from, its first piece, which the server sends at once, and the rest."""
+
+    url: str
+    received: httpx.Response
+    first: bytes
+    rest: Iterator[bytes]
 
 
 class Connection:
@@ -160,6 +172,66 @@ class Connection:
         if received.status_code >= 400:
             raise refusal(received.status_code, received.content)
 
+    def events(
+        self, segments: Iterable[str], *, after: int | None, params: dict[str, str | int | float]
+    ) -> Generator[ServerSentEvent, None, None]:
+        """Server-sent events without end: a stream that breaks is taken up where it was, from the next replica.
+
+        `after` is the number to continue after. Raises `Refused`, or `Unreachable` when no replica gives a stream
+        within the time for retries.
+        """
+        path = self._path(segments)
+        place = "" if after is None else str(after)
+        while True:
+            stream = self._open(path, place, params)
+            piece, why = stream.first, "the stream ended"
+            decoder = EventDecoder()
+            try:
+                while piece:
+                    for event in decoder.feed(piece):
+                        place = event.id or place
+                        if event.data:
+                            yield event
+                    piece = next(stream.rest, b"")
+            except _FAULTS as fault:
+                why = f"{type(fault).__name__}: {fault}".rstrip(": ")
+            finally:
+                stream.received.close()
+            self._turn_from(stream.url)
+            _log.info("GET %s at %s: %s; going on after event %s", path, stream.url, why, place or "now")
+            sleep(random.uniform(_FIRST_PAUSE_SECONDS / 2, _FIRST_PAUSE_SECONDS))
+
+    def _open(self, path: str, place: str, params: dict[str, str | int | float]) -> _Stream:
+        """A stream that has begun."""
+        opened: list[_Stream] = []
+
+        def attempt() -> httpx.Response:
+            url = self.url
+            headers = {"Accept": MEDIA_TYPE} | ({"Last-Event-ID": place} if place else {})
+            timeout = self._timeout(KEEP_ALIVE_SECONDS, None)
+            request = self._http.build_request("GET", url + path, headers=headers, params=params, timeout=timeout)
+            received = self._http.send(request, stream=True)
+            try:
+                if received.status_code >= 400:
+                    received.read()
+                    return received
+                if not received.headers.get("Content-Type", "").startswith(MEDIA_TYPE):
+                    raise UnexpectedAnswer(f"{request.url} did not answer a stream of events")
+                pieces = received.iter_bytes()
+                first = next(pieces, b"")
+                if not first:
+                    raise httpx.RemoteProtocolError("the stream ended before it began")
+                opened.append(_Stream(url, received, first, pieces))
+            except BaseException:
+                received.close()
+                raise
+            return received
+
+        received = self._persist(f"GET {path}", attempt, None)
+        if received.status_code >= 400:
+            raise refusal(received.status_code, received.content)
+        return opened[0]
+
     def _persist(self, what: str, attempt: Callable[[], httpx.Response], retry_seconds: float | None) -> httpx.Response:
         started = time.monotonic()
         bound = self.retry_seconds if retry_seconds is None else retry_seconds
@@ -179,8 +251,8 @@ class Connection:
                     return received
                 why = str(refusal(received.status_code, received.content))
                 asked = _retry_after(received) if full else min(_retry_after(received), _LONGEST_ASKED_SECONDS)
-            if not full and self.url == asked_at:  # nobody else has turned to another replica meanwhile
-                self._at = (self._at + 1) % len(self._urls)
+            if not full:
+                self._turn_from(asked_at)
             longest = min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2 ** min(attempts - 1, 10))
             pause = max(asked, random.uniform(longest / 2, longest))
             spent = time.monotonic() - started
@@ -195,6 +267,11 @@ class Connection:
             )
             sleep(pause)
 
+    def _turn_from(self, url: str) -> None:
+        """To the next replica, unless somebody else has turned to another one meanwhile."""
+        if self.url == url:
+            self._at = (self._at + 1) % len(self._urls)
+
     def _path(self, segments: Iterable[str]) -> str:
         return "/".join(("", "v1", *(quote(segment, safe="") for segment in segments)))
 
@@ -205,12 +282,16 @@ class Connection:
 
 def read(received: httpx.Response, answer: type[Answer]) -> Answer:
     """The body of a good answer as its model."""
+    return read_text(received.content, answer, f"{received.request.method} {received.request.url}")
+
+
+def read_text(text: str | bytes, answer: type[Answer], what: str = "the stream") -> Answer:
+    """JSON as its model; `what` names the call that it came from."""
     try:
-        return answer.model_validate_json(received.content)
+        return answer.model_validate_json(text)
     except ValidationError as error:
         raise UnexpectedAnswer(
-            f"{received.request.method} {received.request.url} did not answer a {answer.__name__}: {error}. "
-            f"Client and coordinator may be of different versions."
+            f"{what} did not answer a {answer.__name__}: {error}. Client and coordinator may be of different versions."
         ) from error
 
 

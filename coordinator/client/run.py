@@ -6,13 +6,14 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
 from coordinator.client.artifacts import describe, file_names
-from coordinator.client.connection import Connection, Progress, read
+from coordinator.client.connection import Connection, Progress, read, read_text
 from coordinator.client.errors import ArtifactCorrupt, NotActivated, UnexpectedAnswer
 from coordinator.client.pace import run_blocking
 from coordinator.client.policies import download, upload
@@ -125,6 +126,21 @@ class Run:
             if not page.entries:
                 return
             after = page.next_after
+
+    def events(self, after: int | None = None, *, only: Sequence[str] = ()) -> Generator[JournalEntry, None, None]:
+        """The journal's entries after number `after` and then each new one as it is recorded, without end.
+
+        Without `after` it begins with what comes once the first one is asked for. `only` names beginnings of event
+        names, such as `policy.`. A broken connection is taken up where it was, from the next address, so that every
+        entry comes once and in order. Raises `Refused` when the token ends, and `Unreachable` when no replica answers
+        within the time for retries; go on then after the last `event_no`.
+        """
+        params: dict[str, str | int | float] = {"events": ",".join(only)} if only else {}
+        path = (*self._path, "events", "stream")
+        with closing(self._connection.events(path, after=after, params=params)) as events:
+            for event in events:
+                if event.event != "watch":
+                    yield read_text(event.data, JournalEntry)
 
     def failures(self, after: int = 0, stage: Stage | None = None) -> Iterator[FailureView]:
         """Every recorded failure after number `after`, oldest first, all or those of one stage."""

@@ -18,9 +18,12 @@ WORDS = [
     (r"\bawait ", ""),
     (r"\bAwaitable\[([\w.]+)\]", r"\1"),
     (r"\bAwaitable, ", ""),  # its import
+    (r"\bAsyncGenerator\[(\w+), None\]", r"Generator[\1, None, None]"),
     (r"\bAsync(?=[A-Z])", ""),  # AsyncRun, AsyncIterator, httpx.AsyncClient
     (r"\b__a(enter|exit)__", r"__\1__"),
     (r"\ba(close|read|iter_bytes)\(", r"\1("),  # httpx
+    (r"\banext\(", "next("),
+    (r"\baclosing\b", "closing"),
     (r"\basynccontextmanager\b", "contextmanager"),
     (r"\bcoordinator\.client\.aio\b", "coordinator.client"),
     (r"\bA background task\b", "A background thread"),

@@ -59,7 +59,7 @@ async def serving(database_url: str, artifacts: Path, poll_seconds: float = 1.0)
     config = uvicorn.Config(
         app, http=ProblemProtocol, log_level="warning", access_log=False, timeout_graceful_shutdown=10
     )
-    server = _Quiet(config)
+    server = app.state.server = _Quiet(config)
     running = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started:
         assert not running.done(), running

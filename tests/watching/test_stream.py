@@ -8,7 +8,7 @@ import json
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from sqlalchemy import AsyncAdaptedQueuePool, Connection, event
+from sqlalchemy import AsyncAdaptedQueuePool, Connection, event, text
 
 from coordinator.watching import feeds
 from coordinator.watching import stream as watching_stream
@@ -200,3 +200,43 @@ async def test_two_hundred_streams_hold_no_connection_and_ask_together(ledger: L
         # Two questions for all; one more for each second that it took, and when the run is announced again.
         assert 2 <= len(asked) < 20, asked
         await until(lambda: pool.checkedout() == 0)
+
+
+async def test_one_who_does_not_read_costs_no_memory_and_misses_nothing(ledger: Ledger) -> None:
+    api = ledger.api
+    address = api.http.base_url
+    reader, writer = await asyncio.open_connection(address.host, address.port, limit=2**16)
+    head = f"GET /v1/runs/run/events/stream?after=3 HTTP/1.0\r\nAuthorization: Bearer {api.secrets['admin']}\r\n\r\n"
+    writer.write(head.encode())
+    assert b"200 OK" in await reader.readline()
+    count = 6000
+    async with api.database.engine.begin() as connection:
+        await connection.execute(
+            text(
+                """
+                WITH run AS (
+                    UPDATE runs SET event_no = event_no + :count RETURNING run_no, event_no - :count AS begin
+                )
+                INSERT INTO journal (run_no, event_no, event, subject, actor, detail, at)
+                SELECT run_no, begin + n, 'update.opened', 'u', 'test',
+                       jsonb_build_object('owner', repeat('x', 2000)), clock_timestamp()
+                FROM run, generate_series(1, :count) AS n
+                """
+            ),
+            {"count": count},
+        )
+    api.app.state.changes.announce("run")
+    async with streaming(api, f"?after={count}") as other:  # who reads is not held up by him
+        assert numbers(await other.take(3)) == [count + 1, count + 2, count + 3]
+    transports = [c.transport for c in api.app.state.server.server_state.connections]
+    assert max(transport.get_write_buffer_size() for transport in transports) < 500_000
+    assert len(api.app.state.feeds._feeds["run"][0]._recent) == feeds.KEPT
+    found: list[int] = []
+    async with asyncio.timeout(60):
+        while not found or found[-1] != count + 3:
+            line = await reader.readline()
+            if line.startswith(b"id: "):
+                found.append(int(line[4:]))
+    assert found == list(range(4, count + 4))
+    writer.close()
+    await writer.wait_closed()

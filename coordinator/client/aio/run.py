@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-from coordinator.client.aio.connection import AsyncConnection, Progress, read
+from coordinator.client.aio.connection import AsyncConnection, Progress, read, read_text
 from coordinator.client.aio.pace import run_blocking
 from coordinator.client.aio.policies import download, upload
 from coordinator.client.aio.updates import AsyncUpdate
@@ -125,6 +126,21 @@ class AsyncRun:
             if not page.entries:
                 return
             after = page.next_after
+
+    async def events(self, after: int | None = None, *, only: Sequence[str] = ()) -> AsyncGenerator[JournalEntry, None]:
+        """The journal's entries after number `after` and then each new one as it is recorded, without end.
+
+        Without `after` it begins with what comes once the first one is asked for. `only` names beginnings of event
+        names, such as `policy.`. A broken connection is taken up where it was, from the next address, so that every
+        entry comes once and in order. Raises `Refused` when the token ends, and `Unreachable` when no replica answers
+        within the time for retries; go on then after the last `event_no`.
+        """
+        params: dict[str, str | int | float] = {"events": ",".join(only)} if only else {}
+        path = (*self._path, "events", "stream")
+        async with aclosing(self._connection.events(path, after=after, params=params)) as events:
+            async for event in events:
+                if event.event != "watch":
+                    yield read_text(event.data, JournalEntry)
 
     async def failures(self, after: int = 0, stage: Stage | None = None) -> AsyncIterator[FailureView]:
         """Every recorded failure after number `after`, oldest first, all or those of one stage."""
