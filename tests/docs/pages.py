@@ -15,6 +15,7 @@ from coordinator.rules.lifecycle import mermaid_diagram
 from coordinator.settings import Settings
 from coordinator.storage.database import connect
 from coordinator.wire.columns import ARROW_MEDIA_TYPE
+from coordinator.wire.events import EVENTS
 from coordinator.wire.problems import PROBLEMS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -24,6 +25,7 @@ PAGES = {
     "arrow": DOCS / "api.md",
     "codes": DOCS / "api.md",
     "settings": DOCS / "operating.md",
+    "events": DOCS / "concepts.md",
 }
 """The page of each generated part, by the name of its marker."""
 
@@ -40,6 +42,8 @@ def generated(name: str) -> str:
         case "codes":
             rows = [f"| `{p.code}` | {p.status} | {p.title} | {p.next_step} |" for p in PROBLEMS.values()]
             return "\n".join(["| code | status | what it says | what to do |", "|---|---|---|---|", *rows])
+        case "events":
+            return "\n".join(["| event | subject | meaning | detail |", "|---|---|---|---|", *_events()])
         case "settings":
             return "\n".join(["| variable | left out | meaning |", "|---|---|---|", *_settings()])
     raise ValueError(name)
@@ -76,6 +80,12 @@ def _arrow_bodies() -> Iterator[str]:
             content = body.get("content", {}).get(ARROW_MEDIA_TYPE)
             if content is not None:
                 yield from (f"### `{call}` {verb}", "", content["schema"]["description"], "")
+
+
+def _events() -> Iterator[str]:
+    for name, kind in EVENTS.items():
+        fields = [f"`{field}`" for field in kind.detail] + [f"sometimes `{field}`" for field in kind.sometimes]
+        yield f"| `{name}` | {kind.subject} | {kind.meaning} | {', '.join(fields)} |"
 
 
 def _settings() -> list[str]:
