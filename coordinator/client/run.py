@@ -76,6 +76,7 @@ from coordinator.wire.rollouts import (
     State,
 )
 from coordinator.wire.runs import FailureList, FailureView, Journal, JournalEntry, RunCounts, RunView, Stage
+from coordinator.wire.timelines import ActivationTimeline
 from coordinator.wire.updates import Lineage, LineageUse, LineageUses, UpdateList, UpdateView
 from coordinator.wire.workers import FenceWorker, WorkerList, WorkerView
 
@@ -560,6 +561,10 @@ class Run:
         """All activations, oldest first."""
         answer = self._connection.call("GET", (*self._path, "activations"), ActivationList)
         return answer.activations
+
+    def activation_timeline(self, activation_id: str) -> ActivationTimeline:
+        """How an activation went, step by step and worker by worker. `print` it for a table."""
+        return self._connection.call("GET", (*self._path, "activations", activation_id, "timeline"), ActivationTimeline)
 
     def give_up(self, activation_id: str, reason: str) -> ActivationView:
         """End an activation; its version is abandoned."""

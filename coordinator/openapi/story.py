@@ -307,6 +307,7 @@ STORY: tuple[Step, ...] = (
     ),
     Step("activate_policy", "The switch", "trainer", _VERSION_1),
     Step("get_activation", "How the activation went", "viewer", {"run_id": RUN, "activation_id": "to-1"}),
+    Step("get_timeline", "What took how long", "viewer", {"run_id": RUN, "activation_id": "to-1"}),
     Step("list_activations", "The activations of the run", "viewer", _IN_RUN),
     Step("get_policy", "The version that is active now", "viewer", _VERSION_1),
     Step("list_policies", "The versions of the run", "viewer", _IN_RUN),

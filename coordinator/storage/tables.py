@@ -96,6 +96,7 @@ journal = Table(
     Column("detail", JSONB, nullable=False),
     _at("at", now=True),
     PrimaryKeyConstraint("run_no", "event_no"),
+    Index("journal_subject", "run_no", "subject", "event_no"),
 )
 
 failures = Table(

@@ -6,15 +6,17 @@ from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response, status
 
-from coordinator.addresses import RunId
+from coordinator.addresses import ActivationId, RunId
 from coordinator.errors import Refusal, refusals
-from coordinator.operations.access import Anyone
+from coordinator.operations.access import Anyone, DatabaseHere
 from coordinator.policies.endpoints import WatchersHere
+from coordinator.watching import timeline
 from coordinator.watching.feeds import Feeds
 from coordinator.watching.stream import EventStream, told
 from coordinator.wire.event_stream import MEDIA_TYPE, encode_event
+from coordinator.wire.timelines import ActivationTimeline
 
-router = APIRouter(prefix="/v1/runs/{run_id}", tags=["runs"])
+router = APIRouter(prefix="/v1/runs/{run_id}")
 
 STREAM: dict[int | str, dict[str, Any]] = {
     200: {
@@ -57,6 +59,7 @@ FeedsHere = Annotated[Feeds, Depends(feeds_of)]
 
 @router.get(
     "/events/stream",
+    tags=["runs"],
     status_code=status.HTTP_200_OK,
     response_class=Response,  # the description is above, not EventStream's
     responses=refusals("run_unknown") | STREAM,
@@ -105,3 +108,13 @@ async def stream_events(
     begin = view.event_no if seen is None else seen
     reading = feeds.read(run_id, begin, caller.token_id, view.event_no)
     return EventStream(told(reading, first, tuple(events.split(",")) if events else (), wait_seconds))
+
+
+@router.get(
+    "/activations/{activation_id}/timeline", tags=["policies"], responses=refusals("run_unknown", "activation_unknown")
+)
+async def get_timeline(
+    run_id: RunId, activation_id: ActivationId, caller: Anyone, database: DatabaseHere
+) -> ActivationTimeline:
+    """Show how an activation went: version, switch and each worker's stages, with seconds since the opening."""
+    return await database.transaction(timeline.get_timeline, run_id, activation_id)

@@ -56,6 +56,9 @@ EVENTS: dict[str, EventKind] = {
         "The switch: it is active from now on", _VERSION, ("activation_id", "artifact_hash", "retired")
     ),
     "policy.withdrawn": EventKind("It left the surviving line", _VERSION, ("reason",)),
+    "activation.waiting": EventKind(
+        "It opens when the activation that is open has ended", _ACTIVATION, ("version", "behind")
+    ),
     "activation.opened": EventKind(
         "The workers that must confirm a version are frozen",
         _ACTIVATION,
@@ -64,6 +67,9 @@ EVENTS: dict[str, EventKind] = {
     "activation.dropped": EventKind("A worker is required no longer", _ACTIVATION, ("worker_id", "reason")),
     "activation.failed": EventKind("It ended without the switch", _ACTIVATION, ("version", "reason")),
     "activation.given_up": EventKind("It was given up, and its version abandoned", _ACTIVATION, ("version", "reason")),
+    "activation.superseded": EventKind(
+        "A newer version took its place, and its own is abandoned", _ACTIVATION, ("version", "reason")
+    ),
     "update.opened": EventKind(
         "A training step begins", _UPDATE, ("owner", "policy_version", "artifact_hash", "lease_until")
     ),
@@ -80,6 +86,16 @@ EVENTS: dict[str, EventKind] = {
     "line.rewound": EventKind(
         "The line went back to an earlier commit",
         "the rewind",
-        ("rewind_id", "to_commit_no", "consumed", "rewound", "fenced", "withdrawn", "released", "reason"),
+        (
+            "rewind_id",
+            "to_commit_no",
+            "consumed",
+            "rewound",
+            "fenced",
+            "withdrawn",
+            "released",
+            "quarantined",
+            "reason",
+        ),
     ),
 }

@@ -51,8 +51,15 @@ class Clock:
 
     def tell(self, found: re.Match[str]) -> str:
         moment = datetime.fromisoformat(found[0])
-        if moment in SENT:
-            return found[0]
+        return found[0] if moment in SENT else self.of(moment)
+
+    def seconds(self, live: float, end: datetime) -> float:
+        """What the story tells of a span of so many seconds that ended then."""
+        begin = end - timedelta(seconds=live)
+        return (datetime.fromisoformat(self.of(end)) - datetime.fromisoformat(self.of(begin))).total_seconds()
+
+    def of(self, moment: datetime) -> str:
+        """The story's time of a moment."""
         if moment not in self.told:
             ahead = max(round((moment - datetime.now(UTC)).total_seconds()), 0)
             step = len(self.begins) if ahead else sum(begin <= moment for begin in self.begins)
@@ -111,6 +118,8 @@ class Player:
     def _told(self, value: Any) -> Any:
         if isinstance(value, dict):
             told = {name: self._told(inner) for name, inner in value.items()}
+            if {"at", "seconds"} <= value.keys():
+                told["seconds"] = self.clock.seconds(value["seconds"], datetime.fromisoformat(value["at"]))
             if "token_id" in value:
                 told["token_id"] = TOKEN_IDS.get(value["name"], ADMIN_TOKEN_ID)
             if "token" in value:

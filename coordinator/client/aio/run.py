@@ -75,6 +75,7 @@ from coordinator.wire.rollouts import (
     State,
 )
 from coordinator.wire.runs import FailureList, FailureView, Journal, JournalEntry, RunCounts, RunView, Stage
+from coordinator.wire.timelines import ActivationTimeline
 from coordinator.wire.updates import Lineage, LineageUse, LineageUses, UpdateList, UpdateView
 from coordinator.wire.workers import FenceWorker, WorkerList, WorkerView
 
@@ -565,6 +566,12 @@ class AsyncRun:
         """All activations, oldest first."""
         answer = await self._connection.call("GET", (*self._path, "activations"), ActivationList)
         return answer.activations
+
+    async def activation_timeline(self, activation_id: str) -> ActivationTimeline:
+        """How an activation went, step by step and worker by worker. `print` it for a table."""
+        return await self._connection.call(
+            "GET", (*self._path, "activations", activation_id, "timeline"), ActivationTimeline
+        )
 
     async def give_up(self, activation_id: str, reason: str) -> ActivationView:
         """End an activation; its version is abandoned."""
