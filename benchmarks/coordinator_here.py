@@ -24,9 +24,13 @@ STOP_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class CoordinatorHere:
-    """What callers need to reach it, with and without HTTP; `folder` is where its data lies."""
+    """What callers need to reach it, with and without HTTP; `folder` is where its data lies.
+
+    `url`, `server_pid` and the token are of the first replica; the token counts with each.
+    """
 
     url: str
+    urls: tuple[str, ...]
     token: str
     database_url: str
     folder: Path
@@ -41,18 +45,26 @@ class CoordinatorHere:
 
 
 @contextlib.contextmanager
-def coordinator_here(say: Callable[[str], None]) -> Iterator[CoordinatorHere]:
-    """Starts both on loopback, on free ports, with nothing of the environment's settings; fsync is on."""
+def coordinator_here(say: Callable[[str], None], replicas: int = 1) -> Iterator[CoordinatorHere]:
+    """Starts all on loopback, on free ports, with nothing of the environment's settings; fsync is on.
+
+    Replicas serve one database, and each its own artifacts: let files go through one of them only.
+    """
     folder = Path(tempfile.mkdtemp(prefix="coordinator-benchmark-"))
     folder.chmod(0o755)  # as root, Postgres runs as another user
     postgres = EmbeddedPostgres(folder / "postgres", progress=say)
     try:
         database_url = postgres.start()
         upgrade(database_url)
-        with _serving(folder, database_url) as (process, url):
+        with contextlib.ExitStack() as stack:
+            served = [
+                stack.enter_context(_serving(folder / f"replica-{number}", database_url)) for number in range(replicas)
+            ]
+            process, url = served[0]
             yield CoordinatorHere(
                 url=url,
-                token=(folder / "admin.token").read_text().strip(),
+                urls=tuple(url for _, url in served),
+                token=(folder / "replica-0" / "admin.token").read_text().strip(),
                 database_url=database_url,
                 folder=postgres.home,
                 server_pid=process.pid,
@@ -67,6 +79,7 @@ def coordinator_here(say: Callable[[str], None]) -> Iterator[CoordinatorHere]:
 @contextlib.contextmanager
 def _serving(folder: Path, database_url: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("COORDINATOR_")}
+    folder.mkdir()
     log_path = folder / "server.log"
     with log_path.open("wb") as log:
         process = subprocess.Popen(
