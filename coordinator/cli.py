@@ -6,22 +6,29 @@ import asyncio
 import os
 import sys
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
-import typer
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+# The script is there in every installation, what it needs only with the extra.
+try:
+    import typer
+    from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from coordinator.errors import Refusal, is_connection_fault, is_refused_entry
-from coordinator.operations.verify import RunUnknownError
-from coordinator.operations.verify.report import report
-from coordinator.server import ServerError, database_url, serve_forever
-from coordinator.settings import Settings
-from coordinator.storage.database import DatabaseError, connect
-from coordinator.storage.migrations import check_schema, newest, upgrade
-from coordinator.storage.postgres import EmbeddedPostgresError
-from coordinator.tokens import service as token_service
-from coordinator.wire.tokens import CreatedToken, CreateToken
+    from coordinator.errors import Refusal, is_connection_fault, is_refused_entry
+    from coordinator.operations.verify import RunUnknownError
+    from coordinator.operations.verify.report import report
+    from coordinator.server import ServerError, database_url, serve_forever
+    from coordinator.settings import Settings
+    from coordinator.storage.database import DatabaseError, connect
+    from coordinator.storage.migrations import check_schema, newest, upgrade
+    from coordinator.storage.postgres import EmbeddedPostgresError
+    from coordinator.tokens import service as token_service
+    from coordinator.wire.tokens import CreatedToken, CreateToken
+except ModuleNotFoundError as missing:
+    if missing.name is None or missing.name.split(".")[0] == "coordinator":
+        raise
+    sys.exit(f"coordinator: {missing.name} is not installed: pip install 'rollout-coordinator[server]'")
 
 app = typer.Typer(
     help="Coordinates rollouts and policies of online RL post-training.\n\n"
@@ -155,6 +162,15 @@ def demo(
 
     Needs the extras 'server' and 'worker-cpu' (or 'worker' on a GPU). Takes about three minutes on two cores.
     """
+    lacking = [
+        name for name in ("filelock", "peft", "torch", "transformers", "verl", "vllm") if find_spec(name) is None
+    ]
+    if lacking:
+        _say(
+            f"coordinator: the demo lacks {', '.join(lacking)}: 'make setup' in a checkout installs all of it, "
+            "or pip install 'rollout-coordinator[server,worker-cpu]' as requirements/cpu.lock has it"
+        )
+        raise typer.Exit(1)
     arguments = ["--data", str(data), *(["--keep"] if keep else [])]
     # In place of this process, so that Ctrl-C and a kill reach the demo itself.
     os.execv(sys.executable, [sys.executable, "-m", "worker_agent.demo", *arguments])

@@ -5,20 +5,36 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-import typer
 
-from coordinator.client import Coordinator, CoordinatorError
-from worker_agent.agent import Agent, AgentError
-from worker_agent.contract import ContractMismatch
-from worker_agent.engines.engine import EngineError
-from worker_agent.logs import event, log_to_stderr
-from worker_agent.models import ModelError, identify, smollm2
-from worker_agent.settings import WorkerSettings
-from worker_agent.tasks import TaskError, read_tasks
+def _not_installed(error: ModuleNotFoundError) -> str:
+    """What to install for a module that is missing. One of our own is no matter of extras: raised again."""
+    if error.name is None or error.name.split(".")[0] in ("coordinator", "worker_agent"):
+        raise error
+    return (
+        f"{error.name} is not installed: pip install 'rollout-coordinator[worker]' on a GPU, or "
+        "'rollout-coordinator[worker-cpu]' as requirements/cpu.lock has it"
+    )
+
+
+# The script is there in every installation, what it needs only with the extra.
+try:
+    import typer
+
+    from coordinator.client import Coordinator, CoordinatorError
+    from worker_agent.agent import Agent, AgentError
+    from worker_agent.contract import ContractMismatch
+    from worker_agent.engines.engine import EngineError
+    from worker_agent.logs import event, log_to_stderr
+    from worker_agent.models import ModelError, identify, smollm2
+    from worker_agent.settings import WorkerSettings
+    from worker_agent.tasks import TaskError, read_tasks
+except ModuleNotFoundError as missing:
+    sys.exit(f"worker-agent: {_not_installed(missing)}")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -140,6 +156,9 @@ def run(
         TaskError,
     ) as error:
         event("stopped", level=logging.ERROR, error=str(error), kind=type(error).__name__)
+        raise typer.Exit(1) from error
+    except ModuleNotFoundError as error:
+        event("stopped", level=logging.ERROR, error=_not_installed(error), kind=type(error).__name__)
         raise typer.Exit(1) from error
 
 

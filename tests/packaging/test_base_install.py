@@ -21,10 +21,14 @@ SERVER_PACKAGES = {"alembic", "asyncpg", "fastapi", "orjson", "sqlalchemy", "sta
 MODEL_PACKAGES = {"peft", "ray", "torch", "transformers", "verl", "vllm"}
 
 
+def elsewhere() -> dict[str, str]:
+    """The environment of somebody who has no checkout."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
 def run(*command: str | Path, cwd: Path) -> str:
     """The command's stdout; its whole output is in the assertion when it fails."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, cwd=cwd, env=elsewhere(), capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -58,6 +62,28 @@ def test_base_install_imports_without_server_or_torch(base_python: Path, module:
 
     assert module in loaded
     assert not (SERVER_PACKAGES | MODEL_PACKAGES) & set(loaded)
+
+
+@pytest.mark.parametrize(("script", "extra"), [("coordinator", "[server]"), ("worker-agent", "[worker]")])
+def test_a_script_without_its_extra_says_in_one_line_what_to_install(
+    base_python: Path, script: str, extra: str
+) -> None:
+    command = [base_python.parent / script, "--help"]
+    ended = subprocess.run(
+        command, cwd=base_python.parent, env=elsewhere(), capture_output=True, text=True, check=False
+    )
+    (line,) = ended.stderr.splitlines()
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert line.startswith(f"{script}: typer is not installed: pip install ") and extra in line
+
+
+def test_the_demo_without_its_extra_says_in_one_line_what_to_install(tmp_path: Path) -> None:
+    without = "import sys; sys.modules['verl'] = None; from coordinator.cli import main; main()"
+    command = [sys.executable, "-c", without, "demo"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    (line,) = ended.stderr.splitlines()
+    assert (ended.returncode, ended.stdout, list(tmp_path.iterdir())) == (1, "", [])
+    assert line.startswith("coordinator: the demo lacks verl: ") and "worker-cpu]" in line
 
 
 def test_client_loads_no_server_code_where_everything_is_installed(tmp_path: Path) -> None:

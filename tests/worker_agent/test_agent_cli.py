@@ -80,6 +80,19 @@ def test_it_works_from_stdin_and_leaves_in_good_order_on_sigterm(tmp_path: Path,
         server.stop()
 
 
+def test_an_engine_that_is_not_installed_is_named_with_its_extra(tmp_path: Path, tiny_model: Path) -> None:
+    arguments = ["run", "--run", "r", "--worker-id", "w1", "--model", str(tiny_model), "--tasks", "-"]
+    arguments += ["--url", "http://127.0.0.1:9", "--token", "none", "--data", str(tmp_path / "worker")]
+    without = "import sys; sys.modules['vllm'] = None; from worker_agent.cli import main; main()"
+    ended = subprocess.run(
+        [sys.executable, "-c", without, *arguments], input="", capture_output=True, text=True, check=False
+    )
+    last = json.loads(ended.stderr.splitlines()[-1])
+    assert (ended.returncode, last["event"]) == (1, "stopped")
+    assert last["error"].startswith("vllm is not installed: pip install 'rollout-coordinator[worker]'")
+    assert "Traceback" not in ended.stderr
+
+
 def test_help_does_not_wait_for_torch() -> None:
     started = time.monotonic()
     answer = subprocess.run(
