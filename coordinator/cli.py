@@ -18,6 +18,7 @@ try:
     from coordinator.errors import Refusal, is_connection_fault, is_refused_entry
     from coordinator.operations.verify import RunUnknownError
     from coordinator.operations.verify.report import report
+    from coordinator.runs.service import run_ids
     from coordinator.server import ServerError, database_url, serve_forever
     from coordinator.settings import Settings
     from coordinator.storage.database import DatabaseError, connect
@@ -111,7 +112,7 @@ def verify(
 def create_token(
     name: Annotated[str, typer.Option(help="How the audit names its holder.")],
     role: Annotated[str, typer.Option(help="admin, trainer, worker, reward or viewer.")],
-    run: Annotated[str | None, typer.Option(help="Bind it to one run.")] = None,
+    run: Annotated[str | None, typer.Option(help="Bind it to one run, which may be created later.")] = None,
     worker: Annotated[str | None, typer.Option(help="The worker id that a worker's token is bound to.")] = None,
     days: Annotated[float | None, typer.Option(min=0.001, help="Days until it expires; left out: never.")] = None,
     data: Data = Path(".data"),
@@ -140,15 +141,22 @@ def create_token(
             "there, or set DATABASE_URL"
         )
     with database_url(settings, _say) as url:
-        created = asyncio.run(_create_token(url, body))
+        created, runs = asyncio.run(_create_token(url, body))
+    # Not refused: the tokens of a run may be made before it.
+    if run is not None and run not in runs:
+        known = (
+            f"the runs are {', '.join(runs[:20])}{', ...' if runs[20:] else ''}" if runs else "there is no run at all"
+        )
+        _say(f"coordinator: there is no run {run} yet: the token counts once it is created ({known})")
     typer.echo(created.token)
 
 
-async def _create_token(url: str, body: CreateToken) -> CreatedToken:
+async def _create_token(url: str, body: CreateToken) -> tuple[CreatedToken, list[str]]:
+    """The token, and the ids of all runs, the newest first."""
     database = connect(url, pool_size=1)
     try:
         await check_schema(database)
-        return await database.transaction(token_service.create, body)
+        return await database.transaction(token_service.create, body), await database.transaction(run_ids)
     finally:
         await database.close()
 

@@ -174,6 +174,12 @@ async def list_runs(connection: AsyncConnection, caller: Caller) -> RunList:
     return RunList(runs=[_run(row).view() for row in rows])
 
 
+async def run_ids(connection: AsyncConnection) -> list[str]:
+    """The ids of all runs, the newest first."""
+    rows = (await connection.execute(queries.LIST_RUNS, {"run_id": None})).all()
+    return [row.run_id for row in reversed(rows)]
+
+
 async def contract_numbers(
     connection: AsyncConnection, run: Run, contracts: Iterable[GenerationContract]
 ) -> dict[GenerationContract, int]:

@@ -32,9 +32,9 @@ class CreateToken(WireModel):
 
     name: Name
     role: Role
-    run_id: Name | None = None
-    worker_id: Name | None = None
-    expires_at: datetime | None = None
+    run_id: Name | None = Field(None, description="the only run that it counts for, which may be created later")
+    worker_id: Name | None = Field(None, description="the only worker id that a worker's token counts for")
+    expires_at: datetime | None = Field(None, description="left out: never")
 
     @field_validator("expires_at", mode="before")
     @classmethod

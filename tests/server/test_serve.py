@@ -18,6 +18,8 @@ import httpx
 import pytest
 from sqlalchemy.engine import make_url
 
+from coordinator.client import Coordinator
+from tests.client.runs import new_run
 from tests.client.server_process import ServerProcess
 
 
@@ -125,6 +127,28 @@ def test_the_first_token_is_its_owner_s_and_others_are_made_beside_a_running_ser
         assert "a token named eye exists" in refusal(again)
     finally:
         server.stop()
+
+
+def test_a_token_for_a_run_that_is_not_there_yet_is_made_and_said(server: ServerProcess) -> None:
+    def token(name: str, run: str) -> tuple[str, str]:
+        arguments = ("--name", name, "--role", "trainer", "--run", run, "--data", str(server.data))
+        done = coordinator("token", "create", *arguments)
+        assert done.returncode == 0, done.stderr
+        said = [line for line in done.stderr.splitlines() if line.startswith("coordinator: ")]
+        return done.stdout.strip(), "".join(said)
+
+    early, warning = token("early", "token-sums")
+    said = "coordinator: there is no run token-sums yet: the token counts once it is created ("
+    assert warning.startswith(said) and "token-other" not in warning
+    with Coordinator(server.url, server.token) as admin:
+        new_run(admin, "token-other")
+        _, warning = token("typo", "token-smus")
+        assert "the runs are token-other" in warning
+        new_run(admin, "token-sums")
+    with Coordinator(server.url, early) as trainer:
+        assert trainer.run("token-sums").view().run_id == "token-sums"
+    _, warning = token("late", "token-sums")
+    assert warning == ""
 
 
 def test_sigterm_closes_the_embedded_postgres_in_order(tmp_path: Path) -> None:
