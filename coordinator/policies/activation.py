@@ -206,7 +206,9 @@ async def switch_if_ready(connection: AsyncConnection, run: Run, version: int, a
     if verdict.activated and run.settings.activation == "last_ack":
         return await _switch(connection, run, activation, actor)
     if verdict.activated:
-        return verdict.model_copy(update={"activated": False})
+        # The rule knows five reasons, and `activated` is the one for when nothing stands in the way: so it stays the
+        # reason, and a word of its own says what is still to come.
+        return verdict.model_copy(update={"activated": False, "waits_for_hand": True})
     return verdict
 
 

@@ -167,14 +167,17 @@ class ActivationList(WireModel):
 class ActivationVerdict(WireModel):
     """Whether the switch was made; the first reason that holds, and the workers that hold it back."""
 
-    activated: bool
+    activated: bool = Field(description="whether the version is active now")
     reason: Literal[
         "artifact_not_committed",
         "non_monotonic_version",
         "missing_worker_ack",
         "worker_mismatch",
         "activated",
-    ]
+    ] = Field(description="the first that stands in the way; activated: none does")
+    waits_for_hand: bool = Field(
+        False, description="nothing stands in the way, and the run switches by_hand: call activate"
+    )
     missing_workers: tuple[str, ...]
     mismatched_workers: tuple[str, ...]
     active: PolicyRef

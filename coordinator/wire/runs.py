@@ -42,7 +42,11 @@ class RunSettings(WireModel):
     required_caches: tuple[Label, ...] = Field(
         (), fail_fast=True, description="caches that every ack must say it reset"
     )
-    activation: Literal["last_ack", "by_hand"] = Field("last_ack", description="what makes the switch")
+    activation: Literal["last_ack", "by_hand"] = Field(
+        "last_ack",
+        description="what makes the switch. last_ack: the ack (or the artifact's commit) that completes what it needs; "
+        "by_hand: the call activate, for which a complete set waits",
+    )
     on_lost: Literal["block", "drop"] = Field(
         "block",
         description="a required worker that is lost blocks the activation until its deadline, or is dropped with a "

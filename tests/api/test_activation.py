@@ -102,11 +102,18 @@ async def test_a_file_that_no_disk_can_take(ledger: Ledger) -> None:
 async def test_by_hand(ledger: Ledger) -> None:
     run = await Ledger.create(ledger.api, "hand", activation="by_hand")
     await run.worker()
+    await run.worker("v")
     await run.publish(1, 0)
+
+    def word(verdict: Json) -> tuple[bool, str, bool]:
+        return verdict["activated"], verdict["reason"], verdict["waits_for_hand"]
+
     ok(await run.activation(1))
-    assert not (await run.ack("w", 1))["activation"]["activated"]
+    assert word((await run.ack("w", 1))["activation"]) == (False, "missing_worker_ack", False)
+    assert word((await run.ack("v", 1))["activation"]) == (False, "activated", True)
     assert await active(run) == 0
-    assert (await activate(run, 1))["activated"]
+    assert word(await activate(run, 1)) == (True, "activated", False)
+    assert word(await activate(run, 1)) == (True, "activated", False)
     assert await active(run) == 1
 
 
