@@ -422,6 +422,13 @@ async def _store_rewards(
     return after, fallen
 
 
+def own_group(run: Run, member: RolloutIdentity | GenerationFailure) -> str | None:
+    """Says that a rollout is a group of its own where it named another: the run has no group size. None: it is not."""
+    if run.settings.group_size is not None or member.group_id == member.rollout_id:
+        return None
+    return f"the run has no group_size: this rollout is a group of its own, not a member of {member.group_id}"
+
+
 def _first_of_each(items: Iterable[Item]) -> tuple[list[Item], list[tuple[Item, Item]]]:
     """Within one batch the first of a rollout_id, or of a (group, sample, attempt), wins over later ones."""
     first: list[Item] = []
@@ -516,5 +523,6 @@ async def _store(
             state=row.state,
             revision=row.revision,
             reason=row.reason,
+            detail=own_group(run, item.identity),
         )
     return verdicts, fallen

@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from coordinator.operations.access import Caller
 from coordinator.rollouts import groups, queries
-from coordinator.rollouts.arrival import count_rejections, member_fault
+from coordinator.rollouts.arrival import count_rejections, member_fault, own_group
 from coordinator.rollouts.retention import await_tombstones
 from coordinator.rules.identity import Fault, canonical_hash
 from coordinator.runs.service import Run, get_run
@@ -107,7 +107,7 @@ async def take_failures(
                 good.append((place, failure))
                 continue
             same = failure.rollout_id == earlier.rollout_id and _hash(failure) == _hash(earlier)
-            verdicts[place] = _verdict(failure, "duplicate" if same else "conflict")
+            verdicts[place] = _verdict(run, failure, "duplicate" if same else "conflict")
     if any(verdict.verdict == "conflict" for verdict in verdicts.values()):
         await connection.execute(
             queries.for_run(queries.DROP_EMPTY_GROUPS, run.group_column),
@@ -133,11 +133,19 @@ def _first_of_each(items: list[Placed]) -> tuple[list[Placed], list[tuple[Placed
     return first, repeats
 
 
-def _verdict(failure: GenerationFailure, verdict: Literal["accepted", "duplicate", "conflict"]) -> ArrivalVerdict:
+def _verdict(
+    run: Run, failure: GenerationFailure, verdict: Literal["accepted", "duplicate", "conflict"]
+) -> ArrivalVerdict:
     if verdict == "conflict":
         detail = "this rollout_id or this attempt of the member is taken"
         return ArrivalVerdict(rollout_id=failure.rollout_id, verdict=verdict, detail=detail)
-    return ArrivalVerdict(rollout_id=failure.rollout_id, verdict=verdict, state="generation_failed", revision=0)
+    return ArrivalVerdict(
+        rollout_id=failure.rollout_id,
+        verdict=verdict,
+        state="generation_failed",
+        revision=0,
+        detail=own_group(run, failure),
+    )
 
 
 async def _store(
@@ -168,8 +176,8 @@ async def _store(
     verdicts: dict[int, ArrivalVerdict] = {}
     for place, failure in items:
         if failure.rollout_id in placed:
-            verdicts[place] = _verdict(failure, "accepted")
+            verdicts[place] = _verdict(run, failure, "accepted")
         else:
             same = known.get(failure.rollout_id) == _hash(failure)
-            verdicts[place] = _verdict(failure, "duplicate" if same else "conflict")
+            verdicts[place] = _verdict(run, failure, "duplicate" if same else "conflict")
     return verdicts

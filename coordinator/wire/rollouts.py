@@ -91,7 +91,7 @@ class RolloutIdentity(WireModel):
     rollout_id: Identifier
     task_id: Identifier
     task_source: Identifier
-    group_id: Identifier
+    group_id: Identifier = Field(description="the rollouts of one prompt; without effect in a run without group_size")
     sample_index: Index = Field(description="its place in the group, from 0")
     attempt: Index = Field(0, description="at this sample, from 0")
     spans: tuple[Span, ...] = Field(
@@ -181,7 +181,8 @@ class RolloutBatch(WireModel):
 class ArrivalVerdict(WireModel):
     """What became of one rollout of a batch.
 
-    `reason` is a gate's reason when the rollout was stored but may not be used, else the fault.
+    `reason` is a gate's reason when the rollout was stored but may not be used, else the fault. `detail` says more of
+    the fault, or that a run without group_size took the rollout as a group of its own.
     """
 
     rollout_id: str | None

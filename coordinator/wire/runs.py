@@ -30,7 +30,8 @@ class RunSettings(WireModel):
         strict=True,
         ge=1,
         le=4096,
-        description="members of a group; none: every rollout is its own group",
+        description="members of a group; none: every rollout is a group of its own under its rollout_id, whatever "
+        "group_id it names",
     )
     max_attempts: int = Field(1, strict=True, ge=1, le=1000, description="attempts at one member of a group")
     min_usable: Annotated[int, Field(strict=True)] | Literal["all"] | None = Field(

@@ -139,7 +139,11 @@ async def test_spans_come_from_an_engine_from_segments_or_from_the_dispatch(ledg
 async def test_without_a_group_size_every_rollout_is_its_own_group(ledger: Ledger) -> None:
     run = await Ledger.create(ledger.api, "single", group_size=None)
     await run.worker()
-    await run.submit(*(run.rollout(r, "same", i) for i, r in enumerate("ab")))
+    said = "the run has no group_size: this rollout is a group of its own, not a member of same"
+    rollouts = [*(run.rollout(r, "same", i) for i, r in enumerate("ab")), run.rollout("c", "c")]
+    for verdict in ("accepted", "duplicate"):
+        told = await run.submit(*rollouts)
+        assert [(v["verdict"], v["detail"]) for v in told] == [(verdict, said), (verdict, said), (verdict, None)]
     await run.reward("a")
     ok(await run.open())
     found = await run.candidates()

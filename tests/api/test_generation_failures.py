@@ -198,7 +198,8 @@ async def test_what_does_not_belong_is_rejected_and_counted(api: Api, changes: J
 
 async def test_a_run_without_groups_has_one_attempt_in_each(api: Api) -> None:
     ledger = await ledger_of(api, group_size=None)
-    await fail(ledger, failure("f"))
+    [verdict] = await fail(ledger, failure("f"))
+    assert verdict["detail"] == "the run has no group_size: this rollout is a group of its own, not a member of g"
     await ledger.submit(ledger.rollout("r", index=1))
     await ledger.reward("r")
     ok(await ledger.open())
