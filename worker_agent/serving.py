@@ -28,7 +28,7 @@ class Serving:
         self._worker = worker
         self._engine = engine
         self._cache = cache
-        self._loaded: dict[Key, Policy] = {}
+        self._held: dict[Key, Policy] = {}  # what the engine holds, or may hold of a load that failed
         self._confirmed: set[Key] = set()
         self._attempts: dict[Key, tuple[int, float]] = {}  # failed attempts, and when the next may begin
 
@@ -40,8 +40,8 @@ class Serving:
             wanted[_key(candidate)] = candidate
         self._attempts = {key: attempt for key, attempt in self._attempts.items() if key in wanted}
         self._confirmed &= wanted.keys()
-        for key in [key for key in self._loaded if key not in wanted]:
-            self._engine.unload(self._loaded.pop(key))
+        for key in [key for key in self._held if key not in wanted]:
+            self._engine.unload(self._held.pop(key))
             event("policy_dropped", version=key[0], artifact_hash=key[1])
         for key, ref in wanted.items():
             if key not in self._confirmed and time.monotonic() >= self._attempts.get(key, (0, 0.0))[1]:
@@ -51,7 +51,7 @@ class Serving:
     def policy(self, ref: PolicyRef) -> Policy | None:
         """The policy to generate under, None while it is not loaded and confirmed: then nothing may be
         made."""
-        return self._loaded.get(_key(ref)) if _key(ref) in self._confirmed else None
+        return self._held.get(_key(ref)) if _key(ref) in self._confirmed else None
 
     def confirm_again(self) -> None:
         """Load and confirm everything anew, as after this worker was fenced."""
@@ -65,8 +65,8 @@ class Serving:
             self._tell(ref, "loading")
             try:
                 # Whole, from its files: what an earlier attempt may have left half done is not built upon.
-                self._loaded.pop(_key(ref), None)
                 self._engine.unload(policy)
+                self._held[_key(ref)] = policy
                 report = self._engine.load(policy)
             except EngineError as error:
                 self._failed(ref, "load", error)
@@ -78,7 +78,6 @@ class Serving:
                     EngineError(f"the engine serves version {report.served_version} ({report.served_hash})"),
                 )
                 return
-            self._loaded[_key(ref)] = policy
             event("policy_loaded", version=ref.version, artifact_hash=ref.artifact_hash,
                   digest=report.digest and report.digest.model_dump(), seconds=round(report.seconds, 3))  # fmt: skip
             verdict = self._worker.ack(

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.client import Coordinator
+from tests.client.server_process import ServerProcess
 from tests.worker_agent.tiny import train
 from worker_agent.engines.engine import Policy
 from worker_agent.engines.vllm_engine import VllmEngine
@@ -44,3 +46,10 @@ def new_adapter(tmp_path: Path, new_learner: Callable[..., Learner]) -> Callable
         return Policy(tmp_path.name, version, f"sha256:{version}", "lora", folder), learner
 
     return make
+
+
+@pytest.fixture
+def coordinator(server: ServerProcess) -> Iterator[Coordinator]:
+    """The admin's client of this test's coordinator."""
+    with Coordinator(server.url, server.token) as coordinator:
+        yield coordinator

@@ -1,141 +1,23 @@
 """The agent around a real vLLM engine, against a real coordinator that is killed now and then."""
 
 import json
-import queue
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from coordinator.client import Coordinator, Run
-from coordinator.wire.policies import BaseModelIdentity
-from coordinator.wire.runs import CreateRun, FirstPolicy, RunSettings
+from coordinator.client import Coordinator
 from tests.client.runs import group
 from tests.client.server_process import ServerProcess
-from worker_agent.agent import Agent, AgentError
-from worker_agent.contract import ContractMismatch, generation_contract
-from worker_agent.engines.engine import Completion, LoadReport, Policy, Prompt, Sampling
+from tests.worker_agent.working import Hooked, Working, arrived, base_of, new_run, until
+from worker_agent.agent import AgentError
+from worker_agent.contract import ContractMismatch
+from worker_agent.engines.engine import Policy
 from worker_agent.engines.vllm_engine import VllmEngine
-from worker_agent.models import identify
-from worker_agent.settings import WorkerSettings
 from worker_agent.tasks import Message, Task
 
 pytestmark = pytest.mark.xdist_group("models")
-
-
-@pytest.fixture
-def coordinator(server: ServerProcess) -> Iterator[Coordinator]:
-    with Coordinator(server.url, server.token) as coordinator:
-        yield coordinator
-
-
-def base_of(model: Path) -> BaseModelIdentity:
-    identity = identify(model)
-    return BaseModelIdentity(name=identity.name, revision=identity.revision, sha256=identity.sha256)
-
-
-def new_run(coordinator: Coordinator, engine: VllmEngine, model: Path, **contract: Any) -> Run:
-    made = generation_contract(engine, identify(model), Sampling())
-    return coordinator.create_run(
-        CreateRun(
-            run_id="run",
-            settings=RunSettings(group_size=2, heartbeat_seconds=0.5, lost_after_seconds=5),
-            contract=made.model_copy(update=contract),
-            vocab_size=identify(model).vocab_size,
-            policy=FirstPolicy(base_model=base_of(model)),
-        )
-    )
-
-
-def task(name: str) -> Task:
-    messages = (Message(role="user", content=f"2 + {len(name)} ="),)
-    return Task(task_id=name, group_id=name, messages=messages, task_source="test")
-
-
-class Working:
-    """An agent at work on a thread, with tasks that come one by one. The token is the worker's own."""
-
-    def __init__(self, coordinator: Coordinator, server: ServerProcess, engine: Any, model: Path, data: Path) -> None:
-        token = coordinator.create_token(f"w1-{time.monotonic_ns()}", "worker", run_id="run", worker_id="w1")
-        self._own = Coordinator(server.url, token.token, retry_seconds=0.5)
-        self._tasks: queue.Queue[Task | None] = queue.Queue()
-        self._error: list[Exception] = []
-        settings = WorkerSettings(worker_id="w1", data=data, max_tokens=4)
-        self.folder = settings.folder("run")
-        self.agent = Agent(self._own.run("run"), engine, identify(model), settings, iter(self._tasks.get, None))
-        self._thread = threading.Thread(target=self._work)
-
-    def __enter__(self) -> "Working":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.agent.stop()
-        self._thread.join()
-        self._own.close()
-        if self._error:
-            raise self._error[0]
-
-    def give(self, *tasks: str | Task) -> None:
-        for given in tasks:
-            self._tasks.put(task(given) if isinstance(given, str) else given)
-
-    def spooled(self) -> list[Path]:
-        return sorted((self.folder / "spool").glob("*.arrow"))
-
-    def _work(self) -> None:
-        try:
-            self.agent.run()
-        except Exception as error:  # noqa: BLE001  raised again on the test's thread
-            self._error.append(error)
-
-
-class Hooked:
-    """The real engine, with something happening in the middle of the next generation."""
-
-    def __init__(self, engine: VllmEngine) -> None:
-        self._engine = engine
-        self.name, self.version = engine.name, engine.version
-        self.logprobs_mode, self.dtype, self.kinds = engine.logprobs_mode, engine.dtype, engine.kinds
-        self.hook: Callable[[], None] | None = None
-
-    def render(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        return self._engine.render(messages)
-
-    def load(self, policy: Policy) -> LoadReport:
-        return self._engine.load(policy)
-
-    def generate(self, policy: Policy, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
-        answer = self._engine.generate(policy, prompts, sampling)
-        if self.hook is not None:
-            hook, self.hook = self.hook, None
-            hook()
-        return answer
-
-    def score(self, policy: Policy, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return self._engine.score(policy, sequences)
-
-    def unload(self, policy: Policy) -> None:
-        self._engine.unload(policy)
-
-    def close(self) -> None:
-        self._engine.close()
-
-
-def until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if found := condition():
-            return found
-        time.sleep(0.05)
-    raise AssertionError("it did not come about in time")
-
-
-def arrived(run: Run, group_id: str) -> list[Any]:
-    return [r for r in run.rollouts(group_id=group_id) if r.state == "generated"]
 
 
 def test_it_follows_the_pointer_and_generates_under_what_is_active(
@@ -244,18 +126,20 @@ def test_a_damaged_artifact_is_reported_and_the_old_policy_goes_on(
         working.give("a")
         until(lambda: arrived(run, "a"))
         run.publish(version=1, parent_version=0, folder=adapter, base_model=base_of(tiny_model))
-        for path in (server.data / "artifacts").rglob("*"):
-            if path.is_file() and path.read_bytes() == weights:
-                path.chmod(0o600)
-                path.write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+        (stored,) = (p for p in (server.data / "artifacts").rglob("*") if p.is_file() and p.read_bytes() == weights)
+        stored.chmod(0o600)
+        stored.write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
         run.open_activation(1, "try")
         failure = until(lambda: list(run.failures()))[0]
         assert (failure.stage, failure.worker_id, failure.version) == ("distribution", "w1", 1)
-        assert (failure.kind, "sha256" in failure.message) == ("verify", True)
+        assert (failure.kind, "adapter_model.safetensors" in failure.message) == ("verify", True)
         working.give("b")
         until(lambda: len(arrived(run, "b")) == 2)
         assert run.rollout("b:0.0").spans[0].version == 0
         assert run.view().active.version == 0
+        stored.write_bytes(weights)
+        until(lambda: run.view().active.version == 1)
+        assert [worker.fenced for worker in run.workers()] == [False]
 
 
 def test_an_item_that_is_rejected_is_put_aside(
