@@ -146,9 +146,9 @@ class Agent:
                         granted = self._granted(waiting, tasks, finished)
                     # A worker that gets no ticket may be fenced. One without tasks looks when something happened.
                     if not granted and (waiting or watch.event_no != looked_at):
-                        looked_at = watch.event_no
                         if self._fenced():
                             serving.confirm_again()
+                        looked_at = watch.event_no
                 except Unreachable as error:
                     event("coordinator_unreachable", level=logging.WARNING, error=str(error))
                     granted = []
