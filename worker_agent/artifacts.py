@@ -43,6 +43,9 @@ class ArtifactCache:
         except ArtifactCorrupt:
             shutil.rmtree(folder)
             raise
+        except OSError as error:  # a disk that cannot read it back
+            shutil.rmtree(folder)
+            raise ArtifactCorrupt(f"{folder} cannot be read: {error}") from error
         return folder
 
     def _folder_of(self, policy: PolicyView) -> Path:

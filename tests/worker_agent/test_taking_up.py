@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -265,7 +265,18 @@ def test_a_sleeping_worker_takes_no_tickets_and_is_waited_for(scene: Scene) -> N
     scene.create_run()
     with scene.working() as working:
         until(scene.trusted)
-        working.agent.asleep(600)
+        generating, go = Event(), Event()
+        scene.hooked.hook = lambda: (generating.set(), go.wait(30))  # type: ignore[assignment,return-value]
+        working.give("before")
+        assert generating.wait(30)
+        falls_asleep = Thread(target=working.agent.asleep, args=(600,))
+        falls_asleep.start()
+        until(lambda: [w.state for w in scene.run.workers()] == ["asleep"])
+        assert falls_asleep.is_alive()  # the GPU is not free before the generation is through
+        go.set()
+        falls_asleep.join(30)
+        assert not falls_asleep.is_alive()
+        until(lambda: len(arrived(scene.run, "before")) == 2)  # what was begun is handed in
         until(lambda: [w.state for w in scene.run.workers()] == ["asleep"])
         working.give("a")
         me = scene.run.worker("w1", working.agent.incarnation)
@@ -276,7 +287,7 @@ def test_a_sleeping_worker_takes_no_tickets_and_is_waited_for(scene: Scene) -> N
         assert [w.worker_id for w in scene.run.activation("try").required] == ["w1"]
         beat = scene.run.workers()[0].heartbeat_at
         until(lambda: scene.run.workers()[0].heartbeat_at > beat)
-        assert scene.hooked.calls == [("unload", 0), ("load", 0)] and not list(scene.run.rollouts())
+        assert scene.hooked.calls == [("unload", 0), ("load", 0)] and not arrived(scene.run, "a")
         working.agent.awake()
         until(lambda: len(arrived(scene.run, "a")) == 2)
         until(lambda: scene.active() == 1)
