@@ -19,12 +19,15 @@ from coordinator.openapi import document
 from coordinator.operations.access import still_valid
 from coordinator.policies import reading
 from coordinator.policies.endpoints import router as policies
+from coordinator.policies.file_endpoints import router as files
+from coordinator.policies.verification import Verifier
 from coordinator.rewinds.endpoints import router as rewinds
 from coordinator.rollouts.endpoints import router as rollouts
 from coordinator.runs.endpoints import router as runs
 from coordinator.storage.artifacts import ArtifactStore
 from coordinator.storage.changes import Changes
 from coordinator.storage.database import Database, check_durability
+from coordinator.storage.locations import Locations
 from coordinator.storage.migrations import check_schema
 from coordinator.storage.notices import Notices
 from coordinator.storage.watchers import Watchers
@@ -47,8 +50,16 @@ stable `code` and a `next_step`.
 """
 
 
-def create_app(database: Database, artifacts: Path, max_body_bytes: int = 64 * 2**20) -> FastAPI:
-    """The application over this database and artifact folder. It closes the database when it ends."""
+def create_app(
+    database: Database, artifacts: Path, max_body_bytes: int = 64 * 2**20, artifact_uris: str = ""
+) -> FastAPI:
+    """The application over this database and artifact folder. It closes the database when it ends.
+
+    `artifact_uris` are prefixes below which artifacts may lie, with blanks or commas between them.
+    """
+    store, changes = ArtifactStore(artifacts), Changes()
+    locations = Locations.parse(artifact_uris)
+    verifier = Verifier(database, changes, store, locations)
 
     async def watch(run_id: str) -> Watch:
         return await database.transaction(reading.watch, run_id)
@@ -63,11 +74,11 @@ def create_app(database: Database, artifacts: Path, max_body_bytes: int = 64 * 2
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await check_durability(database)
         await check_schema(database)
-        changes = app.state.changes
         app.state.watchers = Watchers(changes, watch)
         app.state.feeds = Feeds(changes, entries, valid)
         tasks = [
-            asyncio.create_task(work) for work in (clocks.run(database, changes), Notices(database, changes).run())
+            asyncio.create_task(work)
+            for work in (clocks.run(database, changes, store, verifier), Notices(database, changes).run())
         ]
         try:
             yield
@@ -76,6 +87,8 @@ def create_app(database: Database, artifacts: Path, max_body_bytes: int = 64 * 2
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
+            await verifier.close()
+            store.close()
             await database.close()
 
     app = FastAPI(
@@ -88,11 +101,13 @@ def create_app(database: Database, artifacts: Path, max_body_bytes: int = 64 * 2
         strict_content_type=False,
     )
     app.state.database = database
-    app.state.changes = Changes()
-    app.state.artifacts = ArtifactStore(artifacts)
+    app.state.changes = changes
+    app.state.artifacts = store
+    app.state.locations = locations
+    app.state.verifier = verifier
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
     errors.install(app)
-    for router in (runs, workers, policies, rollouts, updates, line, rewinds, watching, diagnosis, tokens):
+    for router in (runs, workers, policies, files, rollouts, updates, line, rewinds, watching, diagnosis, tokens):
         app.include_router(router)
 
     @app.get("/healthz", tags=["health"])

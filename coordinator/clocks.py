@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from coordinator.errors import is_connection_fault
-from coordinator.policies import fleet
+from coordinator.policies import fleet, removal
 from coordinator.policies import queries as policy_queries
+from coordinator.policies.verification import Verifier
 from coordinator.rollouts import retention
 from coordinator.runs import queries as run_queries
+from coordinator.storage.artifacts import ArtifactStore
 from coordinator.storage.changes import Changes
 from coordinator.storage.database import Database
 from coordinator.storage.outage import Outage
@@ -52,10 +55,21 @@ async def sweep(database: Database, changes: Changes) -> None:
             changes.announce(run_id)
 
 
-async def retire(database: Database, changes: Changes) -> None:
-    """Once: drops what the runs keep no longer."""
+async def retire(store: ArtifactStore, database: Database, changes: Changes) -> None:
+    """Once: drops what the runs keep no longer, and uploads that were given up."""
     for run_id, count in (await retention.sweep(database)).items():
         log.info("run %s: %d rollouts lost their tokens or their row to retention", run_id, count)
+    removed = await removal.sweep(database, store)
+    for run_id, versions in removed.versions.items():
+        log.info("run %s: %d policy versions lost their files to retention", run_id, len(versions))
+        changes.announce(run_id)
+    if given_up := await store.on_disk(store.tidy):
+        log.info("%d uploads were given up an hour ago, and are removed", given_up)
+
+
+async def verify(verifier: Verifier, database: Database, changes: Changes) -> None:
+    """Once: takes up commits that wait for their files to be read."""
+    await verifier.take_up()
 
 
 async def _repeat(
@@ -79,10 +93,11 @@ async def _repeat(
         await asyncio.sleep(every_seconds)
 
 
-async def run(database: Database, changes: Changes) -> None:
+async def run(database: Database, changes: Changes, store: ArtifactStore, verifier: Verifier) -> None:
     """Sweeps until it is cancelled."""
     outage = Outage(log, "and leases and deadlines that end meanwhile are tidied up later")
     await asyncio.gather(
         _repeat(sweep, EVERY_SECONDS, outage, database, changes),
-        _repeat(retire, RETIRE_SECONDS, outage, database, changes),
+        _repeat(partial(retire, store), RETIRE_SECONDS, outage, database, changes),
+        _repeat(partial(verify, verifier), EVERY_SECONDS, outage, database, changes),
     )

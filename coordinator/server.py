@@ -171,7 +171,12 @@ def serve_forever(settings: Settings, host: str, port: int, say: Say) -> None:
         asyncio.run(_prepare(url, settings, _is_loopback(host), say))
         shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
         address = f"http://{f'[{shown}]' if ':' in shown else shown}:{listener.getsockname()[1]}"
-        app = create_app(connect(url, settings.pool_size), settings.data / "artifacts", settings.max_body_bytes)
+        app = create_app(
+            connect(url, settings.pool_size),
+            settings.data / "artifacts",
+            settings.max_body_bytes,
+            settings.artifact_uris,
+        )
         write_private(address_file, address + "\n")
         say(f"serving {address}, the API page is {address}/docs")
         config = uvicorn.Config(

@@ -24,4 +24,9 @@ class Settings(BaseSettings):
     )
     admin_token: SecretStr | None = Field(None, description="an admin token that is to be valid")
     max_body_bytes: int = Field(64 * 2**20, ge=2**16, description="largest request body, artifact files excepted")
+    artifact_uris: str = Field(
+        "",
+        description="URIs below which artifacts may lie instead of being uploaded, with blanks or commas between them: "
+        "file:///mnt/policies or what fsspec opens; left out: none",
+    )
     pool_size: int = Field(10, ge=1, description="database connections of one server process")

@@ -6,13 +6,16 @@ import hashlib
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from coordinator.client.errors import ArtifactCorrupt
 from coordinator.rules.manifest import artifact_hash, check_file_name
 from coordinator.wire.policies import ArtifactFile, PolicyView
+
+_PIECE_BYTES = 1 << 20
 
 
 def file_names(folder: Path) -> list[str]:
@@ -35,11 +38,15 @@ def file_names(folder: Path) -> list[str]:
     return names
 
 
-def describe(folder: Path, name: str) -> ArtifactFile:
-    """One file of `folder` with its size (bytes) and sha256."""
+def describe(folder: Path, name: str, advanced: Callable[[int], None] = lambda _: None) -> ArtifactFile:
+    """One file of `folder` with its size (bytes) and sha256. `advanced` is told the bytes of each piece read."""
+    digest, size = hashlib.sha256(), 0
     with (folder / name).open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return ArtifactFile(name=name, size=file.tell(), sha256=digest)
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+            size += len(piece)
+            advanced(len(piece))
+    return ArtifactFile(name=name, size=size, sha256=digest.hexdigest())
 
 
 def read_part(path: Path, offset: int, count: int) -> bytes:
@@ -47,6 +54,14 @@ def read_part(path: Path, offset: int, count: int) -> bytes:
     with path.open("rb") as file:
         file.seek(offset)
         return file.read(count)
+
+
+def open_at(uri: str, name: str) -> BinaryIO:
+    """A file in the folder that a URI names, for reading, by whatever fsspec has a filesystem for."""
+    import fsspec  # on first use: most artifacts lie at the coordinator
+
+    filesystem, root = fsspec.core.url_to_fs(uri)
+    return cast(BinaryIO, filesystem.open(f"{root}/{name}", "rb"))
 
 
 def verify(folder: Path, policy: PolicyView) -> None:
@@ -88,14 +103,18 @@ def check_manifest(policy: PolicyView) -> None:
 
 
 class IncomingFile:
-    """A file of known size (bytes) and hash while it is received into `path`. Leaving the `with` closes it."""
+    """A file of known size (bytes) and hash while it is received into `path`, perhaps over several connections.
 
-    def __init__(self, path: Path, size: int, sha256: str) -> None:
+    `count` is the bytes so far. Leaving the `with` closes it.
+    """
+
+    def __init__(self, path: Path, file: ArtifactFile) -> None:
         self._path = path
-        self._size = size
-        self._sha256 = sha256
+        self._name = file.name
+        self.size = file.size
+        self._sha256 = file.sha256
         self._digest = hashlib.sha256()
-        self._count = 0
+        self.count = 0
         self._file: BinaryIO | None = None
 
     def __enter__(self) -> IncomingFile:
@@ -109,22 +128,29 @@ class IncomingFile:
 
     def write(self, chunk: bytes) -> int:
         """Write on, and answer the bytes so far. Raises `ArtifactCorrupt` before it writes more than `size`."""
-        self._count += len(chunk)
-        if self._count > self._size:
-            raise ArtifactCorrupt(f"{self._path.name} is longer than the {self._size} bytes of its manifest")
+        self.count += len(chunk)
+        if self.count > self.size:
+            raise ArtifactCorrupt(f"{self._name} is longer than the {self.size} bytes of its manifest")
         self._digest.update(chunk)
         self._opened().write(chunk)
-        return self._count
+        return self.count
+
+    def restart(self) -> None:
+        """Forget what was received: it comes again from the beginning."""
+        self._opened().truncate(0)
+        self._opened().seek(0)
+        self._digest = hashlib.sha256()
+        self.count = 0
 
     def finish(self) -> None:
         """Put it on disk and check it. Raises `ArtifactCorrupt` where size or hash is another."""
         file = self._opened()
         file.flush()
         os.fsync(file.fileno())
-        if self._count != self._size or self._digest.hexdigest() != self._sha256:
+        if self.count != self.size or self._digest.hexdigest() != self._sha256:
             raise ArtifactCorrupt(
-                f"{self._path.name} is {self._count} bytes with sha256 {self._digest.hexdigest()}; "
-                f"the manifest says {self._size} bytes with {self._sha256}"
+                f"{self._name} is {self.count} bytes with sha256 {self._digest.hexdigest()}; "
+                f"the manifest says {self.size} bytes with {self._sha256}"
             )
 
     def _opened(self) -> BinaryIO:

@@ -1,17 +1,35 @@
 # Generated from coordinator/client/aio/policies.py: change that, then run: python tests/client/generate.py
-"""Artifacts between a folder and the coordinator: sent in parts, fetched and verified."""
+"""Artifacts between a folder and the coordinator: sent and fetched, from where it broke off, and verified."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from coordinator.client.artifacts import IncomingFolder, check_manifest, read_part
+from coordinator.client.artifacts import IncomingFile, IncomingFolder, check_manifest, describe, open_at, read_part
 from coordinator.client.connection import Connection, Progress
-from coordinator.client.pace import run_blocking
+from coordinator.client.errors import ArtifactCorrupt, Refused
+from coordinator.client.pace import run_blocking, sleep
+from coordinator.client.slow import Slow
 from coordinator.wire.policies import ArtifactFile, PolicyView
 
 _PART_BYTES = 1 << 20
+_BUSY_SECONDS = 1.0
+_CHECKED_BYTES_A_SECOND = 25e6
+"""At least so fast the coordinator reads again what had arrived of a file before it was broken off."""
+
+
+def described(folder: Path, names: Sequence[str]) -> list[ArtifactFile]:
+    """The manifest's entries of these files of a folder."""
+    total = sum([(run_blocking((folder / name).stat)).st_size for name in names])
+    slow, done = Slow(f"{folder} is hashed", total), 0
+
+    def advanced(count: int) -> None:
+        nonlocal done
+        done += count
+        slow.at(done)
+
+    return [run_blocking(describe, folder, name, advanced) for name in names]
 
 
 def upload(
@@ -22,49 +40,87 @@ def upload(
     file: ArtifactFile,
     progress: Progress | None,
 ) -> None:
-    """Stream one file of a prepared version to the coordinator."""
+    """Bring one file of a prepared version to the coordinator, as far as it is not there already."""
+    slow = Slow(f"{file.name} is uploaded", file.size)
+    resumed = False
 
-    def content() -> Iterator[bytes]:
-        sent = 0
+    def show(count: int) -> None:
+        slow.at(count)
+        if progress:
+            progress(file.name, count, file.size)
+
+    def content(offset: int) -> Iterator[bytes]:
+        nonlocal resumed
+        resumed = resumed or offset > 0
+        sent = offset
         while part := run_blocking(read_part, folder / file.name, sent, _PART_BYTES):
             sent += len(part)
             yield part
-            if progress:
-                progress(file.name, sent, file.size)
+            show(sent)
 
-    connection.send(
-        "PUT",
-        _file_path(run_id, version, file.name),
-        content=content,
-        content_type="application/octet-stream",
-    )
+    while True:
+        try:
+            there = connection.send_file(
+                _file_path(run_id, version, "uploads", file.name),
+                _file_path(run_id, version, "files", file.name),
+                content,
+                longest_check_seconds=file.size / _CHECKED_BYTES_A_SECOND,
+            )
+        except Refused as refused:
+            if refused.code == "artifact_file_mismatch" and resumed:
+                resumed = False  # what had arrived earlier was damaged by a crash, and is gone now
+            elif refused.code not in ("upload_busy", "upload_offset"):
+                raise
+        else:
+            if there.stored:
+                show(file.size)
+                return
+            if not there.busy:
+                raise ValueError(f"{folder / file.name} has become shorter while it was uploaded")
+            slow.at(there.received)
+        sleep(_BUSY_SECONDS)
 
 
 def download(connection: Connection, run_id: str, policy: PolicyView, folder: Path, progress: Progress | None) -> None:
     """Fetch the files of `policy` into `folder`, which appears whole and verified, or not at all."""
     check_manifest(policy)
     incoming = IncomingFolder(folder)
+    slow = Slow(f"version {policy.version} is downloaded", sum(file.size for file in policy.files))
+    before = 0
     try:
         run_blocking(incoming.make)
         for file in policy.files:
 
-            def show(count: int, file: ArtifactFile = file) -> None:
+            def show(count: int, file: ArtifactFile = file, before: int = before) -> None:
+                slow.at(before + count)
                 if progress:
                     progress(file.name, count, file.size)
 
-            connection.receive(
-                _file_path(run_id, policy.version, file.name),
-                incoming.scratch / file.name,
-                size=file.size,
-                sha256=file.sha256,
-                progress=show,
-            )
+            with IncomingFile(incoming.scratch / file.name, file) as received:
+                if policy.uri is None:
+                    path = _file_path(run_id, policy.version, "files", file.name)
+                    connection.receive(path, received, show)
+                else:
+                    _copy(policy.uri, received, file, show)
+            before += file.size
         run_blocking(incoming.appear)
     except BaseException:
         run_blocking(incoming.discard)
         raise
 
 
-def _file_path(run_id: str, version: int, name: str) -> tuple[str, ...]:
+def _copy(uri: str, received: IncomingFile, file: ArtifactFile, show: Callable[[int], None]) -> None:
+    """Read one file where it lies. What cannot be read there is `ArtifactCorrupt` by its name."""
+    try:
+        source = run_blocking(open_at, uri, file.name)
+    except FileNotFoundError as error:
+        raise ArtifactCorrupt(f"{file.name} is not at {uri}") from error
+    with source:
+        while part := run_blocking(source.read, _PART_BYTES):
+            show(run_blocking(received.write, part))
+    run_blocking(received.finish)
+
+
+def _file_path(run_id: str, version: int, what: str, name: str) -> tuple[str, ...]:
     # Here alone slashes stay: a file's name is the rest of the path, one segment per part.
-    return ("runs", run_id, "policies", str(version), "files", *name.split("/"))
+    return ("runs", run_id, "policies", str(version), what, *name.split("/"))

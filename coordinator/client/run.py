@@ -12,11 +12,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-from coordinator.client.artifacts import describe, file_names
+from coordinator.client.artifacts import file_names
 from coordinator.client.connection import Connection, Progress, read, read_text
-from coordinator.client.errors import ArtifactCorrupt, NotActivated, UnexpectedAnswer
-from coordinator.client.pace import run_blocking
-from coordinator.client.policies import download, upload
+from coordinator.client.errors import ArtifactCorrupt, NotActivated, Refused, UnexpectedAnswer
+from coordinator.client.pace import run_blocking, sleep
+from coordinator.client.policies import described, download, upload
+from coordinator.client.slow import Slow
 from coordinator.client.updates import Update
 from coordinator.client.waiting import Waiting
 from coordinator.client.workers import Worker
@@ -43,6 +44,7 @@ from coordinator.wire.policies import (
     PreparePolicy,
     Watch,
 )
+from coordinator.wire.problems import ProblemDocument, problem_document
 from coordinator.wire.rewinds import (
     Rewind,
     RewindList,
@@ -81,6 +83,8 @@ from coordinator.wire.updates import Lineage, LineageUse, LineageUses, UpdateLis
 from coordinator.wire.workers import FenceWorker, WorkerList, WorkerView
 
 _POLL_SECONDS = 20.0
+_VERIFICATION_POLL_SECONDS = 0.25
+_SMALL_ARTIFACT_SECONDS = 60.0
 
 
 class Run:
@@ -398,21 +402,29 @@ class Run:
         *,
         version: int,
         parent_version: int,
-        folder: Path,
+        folder: str | Path,
         base_model: BaseModelIdentity,
         updates: Sequence[str] = (),
         kind: str = "lora",
         digests: Mapping[str, str] | None = None,
+        uri: str | None = None,
         progress: Progress | None = None,
     ) -> PolicyView:
-        """Make the files below `folder` policy `version`: hash, prepare, upload and commit them.
+        """Make the files below `folder` policy `version`: hash, prepare, upload and commit them, and wait until the
+        coordinator has verified them.
 
-        `updates` names the committed updates that made it, `parent_version` the version they began from.
+        `updates` names the committed updates that made it, `parent_version` the version they began from. Bytes that
+        the coordinator has are not sent again, and an upload that was broken off goes on where it was. `progress` is
+        called with a file's name, the bytes of it that are over so far and its size; what takes more than two seconds
+        is logged, too. With `uri` nothing is uploaded: the same files lie there, where coordinator and workers read
+        them, and the coordinator's COORDINATOR_ARTIFACT_URIS must allow it.
+
         `digests` states, by the layout of an engine's weights, what the engine must report once it holds them.
-        Safe to repeat after a crash: the same content is a success. `progress` is called with a file's
-        name, the bytes sent so far and its size. Raises ValueError for a folder that is no artifact.
+        Safe to repeat after a crash: the same content is a success. Raises ValueError for a folder that is no
+        artifact, and `Refused` with `artifact_incomplete` where files are missing or changed.
         """
-        files = [run_blocking(describe, folder, name) for name in run_blocking(file_names, folder)]
+        folder = Path(folder)
+        files = described(folder, run_blocking(file_names, folder))
         body = PreparePolicy.model_validate(
             {
                 "version": version,
@@ -422,14 +434,40 @@ class Run:
                 "base_model": base_model,
                 "files": files,
                 "digests": dict(digests or {}),
+                "uri": uri,
             }
         )
         view = self._connection.call("POST", (*self._path, "policies"), PolicyView, body=body)
         if view.state != "prepared":
             return view
-        for file in body.files:
-            upload(self._connection, self.id, version, folder, file, progress)
-        return self._connection.call("POST", (*self._path, "policies", str(version), "commit"), PolicyView)
+        try:
+            return self._commit_files(body, folder, progress)
+        except Refused as refused:
+            if refused.code != "artifact_incomplete" or uri is not None:
+                raise
+        # What was damaged at the coordinator is taken out there when it is found: it can be sent again.
+        return self._commit_files(body, folder, progress)
+
+    def _commit_files(self, body: PreparePolicy, folder: Path, progress: Progress | None) -> PolicyView:
+        if body.uri is None:
+            for file in body.files:
+                upload(self._connection, self.id, body.version, folder, file, progress)
+        path = (*self._path, "policies", str(body.version), "commit")
+        total = sum(file.size for file in body.files)
+        # Small ones are read in the call.
+        view = self._connection.call("POST", path, PolicyView, wait_seconds=_SMALL_ARTIFACT_SECONDS)
+        slow = Slow(f"version {body.version} is verified", total)
+        while view.state == "prepared" and view.verification is not None and view.verification.state == "running":
+            slow.at(view.verification.bytes_done)
+            sleep(_VERIFICATION_POLL_SECONDS)
+            view = self.policy(body.version)
+        if view.state == "prepared":
+            faulty = () if view.verification is None else view.verification.faulty
+            document = problem_document(
+                "artifact_incomplete", f"missing or changed: {', '.join(faulty)}", files=list(faulty)
+            )
+            raise Refused(ProblemDocument.model_validate(document))
+        return view
 
     def announce_stream(
         self,
@@ -463,21 +501,22 @@ class Run:
     def download(
         self,
         version: int,
-        folder: Path,
+        folder: str | Path,
         *,
         artifact_hash: str | None = None,
         progress: Progress | None = None,
     ) -> PolicyView:
-        """Fetch the files of a version into `folder`, which must not exist yet.
+        """Fetch the files of a version into `folder`, a path that must not exist yet; its parents are made.
 
-        Size and sha256 of every file and the artifact's hash are checked; the folder appears whole or not
-        at all. Raises `ArtifactCorrupt`, also when the version's hash is not the `artifact_hash` that was
-        asked for.
+        Size and sha256 of every file, while it arrives, and the artifact's hash are checked; the folder appears whole
+        or not at all. A file that breaks off goes on where it was. Files that lie at a URI are read there. Raises
+        FileExistsError where the folder exists, and `ArtifactCorrupt`, naming the file, for other bytes, also when the
+        version's hash is not the `artifact_hash` that was asked for.
         """
         view = self.policy(version)
         if artifact_hash is not None and view.artifact_hash != artifact_hash:
             raise ArtifactCorrupt(f"version {version} has hash {view.artifact_hash}, not {artifact_hash}")
-        download(self._connection, self.id, view, folder, progress)
+        download(self._connection, self.id, view, Path(folder), progress)
         return view
 
     # activations

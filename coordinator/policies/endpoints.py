@@ -1,20 +1,18 @@
-"""The addresses of policy versions, artifacts and activations."""
+"""The addresses of policy versions and activations; those of their files are in `file_endpoints`."""
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
-from fastapi import APIRouter, Depends, Header, Query, Request, Response, status
-from fastapi.responses import FileResponse
+from fastapi import APIRouter, Depends, Query, Request, Response, status
 
-from coordinator.addresses import ActivationId, FileName, RunId, VersionNumber
-from coordinator.errors import Refusal, refusals
+from coordinator.addresses import ActivationId, RunId, VersionNumber
+from coordinator.errors import refusals
 from coordinator.media import AGAIN
 from coordinator.operations.access import Anyone, ChangesHere, DatabaseHere, Trainer
 from coordinator.policies import activation, reading, service
 from coordinator.runs.service import get_run
-from coordinator.storage.artifacts import ArtifactStore
+from coordinator.storage.locations import Locations
 from coordinator.storage.watchers import Watchers
 from coordinator.wire.policies import (
     ActivationList,
@@ -31,9 +29,9 @@ from coordinator.wire.policies import (
 router = APIRouter(prefix="/v1/runs/{run_id}", tags=["policies"])
 
 
-async def store_of(request: Request) -> ArtifactStore:
-    """The app's artifact store."""
-    return cast(ArtifactStore, request.app.state.artifacts)
+async def locations_of(request: Request) -> Locations:
+    """Where artifacts may lie beside the app's own store."""
+    return cast(Locations, request.app.state.locations)
 
 
 async def watchers_of(request: Request) -> Watchers[Watch]:
@@ -41,25 +39,8 @@ async def watchers_of(request: Request) -> Watchers[Watch]:
     return cast(Watchers[Watch], request.app.state.watchers)
 
 
-Store = Annotated[ArtifactStore, Depends(store_of)]
+LocationsHere = Annotated[Locations, Depends(locations_of)]
 WatchersHere = Annotated[Watchers[Watch], Depends(watchers_of)]
-UPLOAD: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
-    }
-}
-_BYTES: dict[str, Any] = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
-_ETAG: dict[str, Any] = {"required": True, "schema": {"type": "string"}, "description": "the file's sha256, in quotes"}
-DOWNLOAD: dict[int | str, dict[str, Any]] = {
-    200: {"description": "The whole file", "content": _BYTES, "headers": {"ETag": _ETAG}},
-    206: {
-        "description": "The bytes that Range names",
-        "content": _BYTES,
-        "headers": {"ETag": _ETAG, "Content-Range": {"required": True, "schema": {"type": "string"}}},
-    },
-}
-_RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
 
 
 @router.post(
@@ -73,6 +54,7 @@ _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
         "policy_withdrawn",
         "update_not_committed",
         "invalid_file_name",
+        "artifact_uri_not_allowed",
     )
     | {200: {"model": PolicyView, "description": AGAIN}},
 )
@@ -82,13 +64,14 @@ async def prepare_policy(
     caller: Trainer,
     database: DatabaseHere,
     changes: ChangesHere,
+    locations: LocationsHere,
     response: Response,
 ) -> PolicyView:
     """Prepare a policy version: its number, its parent, the updates that made it, and the manifest of its files.
 
     The same call again answers 200 and changes nothing; the same version with other bytes is refused.
     """
-    view, new = await database.transaction(service.prepare, run_id, body, caller)
+    view, new = await database.transaction(service.prepare, run_id, body, caller, locations)
     response.status_code = status.HTTP_201_CREATED if new else status.HTTP_200_OK
     changes.announce(run_id)
     return view
@@ -104,87 +87,6 @@ async def list_policies(run_id: RunId, caller: Anyone, database: DatabaseHere) -
 async def get_policy(run_id: RunId, version: VersionNumber, caller: Anyone, database: DatabaseHere) -> PolicyView:
     """Show a policy version with the manifest of its artifact."""
     return await database.transaction(service.get_policy, run_id, version)
-
-
-@router.put(
-    "/policies/{version}/files/{name:path}",
-    responses=refusals(
-        "run_unknown",
-        "policy_version_unknown",
-        "artifact_file_unknown",
-        "artifact_file_mismatch",
-        "policy_state",
-        "no_space",
-    ),
-    openapi_extra=UPLOAD,
-)
-async def upload_file(
-    run_id: RunId,
-    version: VersionNumber,
-    name: FileName,
-    request: Request,
-    caller: Trainer,
-    database: DatabaseHere,
-    store: Store,
-) -> PolicyView:
-    """Upload one file of the artifact as raw bytes; it is kept only if size and sha256 are the manifest's."""
-    return await service.upload(database, store, run_id, version, name, request.stream())
-
-
-@router.get(
-    "/policies/{version}/files/{name:path}",
-    response_class=FileResponse,
-    responses=refusals(
-        "run_unknown",
-        "policy_version_unknown",
-        "artifact_file_unknown",
-        "artifact_file_missing",
-        "range_not_satisfiable",
-    )
-    | DOWNLOAD,
-)
-async def download_file(
-    run_id: RunId,
-    version: VersionNumber,
-    name: FileName,
-    request: Request,
-    caller: Anyone,
-    database: DatabaseHere,
-    store: Store,
-    wanted: Annotated[
-        str | None,
-        Header(alias="range", description="bytes=first- or bytes=first-last; anything else gets the whole file"),
-    ] = None,
-) -> FileResponse:
-    """Download one file of the artifact, or the rest of one that was cut off. The ETag is its sha256."""
-    file, path = await database.transaction(service.locate, store, run_id, version, name)
-    asked = _RANGE.fullmatch(wanted or "")
-    if asked is None or (asked[2] and int(asked[2]) < int(asked[1])):
-        # FileResponse reads the header by itself, and refuses what it does not know in plain text.
-        request.scope["headers"] = [(key, value) for key, value in request.scope["headers"] if key != b"range"]
-    elif int(asked[1]) >= file.size:
-        raise Refusal(
-            "range_not_satisfiable", f"{name} has {file.size} bytes", {"Content-Range": f"bytes */{file.size}"}
-        )
-    return FileResponse(path, media_type="application/octet-stream", headers={"ETag": f'"{file.sha256}"'})
-
-
-@router.post(
-    "/policies/{version}/commit",
-    responses=refusals("run_unknown", "policy_version_unknown", "artifact_incomplete", "policy_state"),
-)
-async def commit_policy(
-    run_id: RunId,
-    version: VersionNumber,
-    caller: Trainer,
-    database: DatabaseHere,
-    changes: ChangesHere,
-    store: Store,
-) -> PolicyView:
-    """Commit a version once every file is there; each is read again and its hash compared."""
-    view = await service.commit(database, store, run_id, version, caller)
-    changes.announce(run_id)
-    return view
 
 
 @router.post(

@@ -27,7 +27,7 @@ RESTORABLE = text("""
     )
     SELECT v.version FROM policy_versions v JOIN ancestor a USING (version)
     WHERE v.run_no = :run_no AND v.kind <> 'stream' AND v.committed_at IS NOT NULL
-      AND v.state NOT IN ('withdrawn', 'abandoned')
+      AND v.state NOT IN ('withdrawn', 'abandoned') AND v.files_removed_at IS NULL
     ORDER BY a.distance LIMIT 1
 """)
 
@@ -67,6 +67,7 @@ async def prepare_restoring(
             "files": json.dumps([file.model_dump() for file in restored.files]),
             "updates": [],
             "digests": json.dumps(restored.digests),
+            "uri": restored.uri,
         },
     )
     await record_event(

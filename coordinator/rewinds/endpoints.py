@@ -10,11 +10,13 @@ from coordinator.addresses import RewindId, RollbackId, RunId, VersionNumber
 from coordinator.errors import refusals
 from coordinator.media import AGAIN
 from coordinator.operations.access import Admin, Anyone, Caller, ChangesHere, DatabaseHere, Trainer
-from coordinator.policies.endpoints import Store
-from coordinator.policies.service import commit as commit_version
+from coordinator.policies.endpoints import LocationsHere
+from coordinator.policies.file_endpoints import Store
+from coordinator.policies.files import commit as commit_version
 from coordinator.rewinds import rewind, rollback
 from coordinator.storage.artifacts import ArtifactStore
 from coordinator.storage.database import Database
+from coordinator.storage.locations import Locations
 from coordinator.wire.policies import PolicyView
 from coordinator.wire.rewinds import (
     Rewind,
@@ -33,13 +35,13 @@ View = TypeVar("View", RewindView, RollbackView, WithdrawView)
 
 
 async def _with_committed(
-    view: View, database: Database, artifacts: ArtifactStore, run_id: str, caller: Caller
+    view: View, database: Database, artifacts: ArtifactStore, locations: Locations, run_id: str, caller: Caller
 ) -> View:
-    """The answer after the restoring version was committed: its files lie in the store already."""
+    """The answer after the restoring version was committed, or begun to be: its files lie in the store already."""
     restoring: PolicyView | None = view.restoring
     if restoring is None or restoring.state != "prepared":
         return view
-    restored = await commit_version(database, artifacts, run_id, restoring.version, caller)
+    restored = await commit_version(database, artifacts, locations, run_id, restoring.version, caller)
     return view.model_copy(update={"restoring": restored})
 
 
@@ -63,6 +65,7 @@ async def rewind_line(
     caller: Trainer,
     database: DatabaseHere,
     artifacts: Store,
+    locations: LocationsHere,
     changes: ChangesHere,
     response: Response,
 ) -> RewindView:
@@ -70,10 +73,11 @@ async def rewind_line(
 
     Every open update is fenced, later commits are marked rewound, what they consumed is released (or stays spent,
     as the call says), and the versions that they led to are withdrawn. Where that took the active version, a
-    restoring one is prepared and committed: open its activation. The same call again answers 200.
+    restoring one is prepared and committed (a large one as soon as its files were read): open its activation. The
+    same call again answers 200.
     """
     view, new = await database.transaction(rewind.rewind, run_id, rewind_id, body, caller)
-    view = await _with_committed(view, database, artifacts, run_id, caller)
+    view = await _with_committed(view, database, artifacts, locations, run_id, caller)
     response.status_code = status.HTTP_201_CREATED if new else status.HTTP_200_OK
     changes.announce(run_id)
     return view
@@ -107,6 +111,7 @@ async def roll_back(
     caller: Admin,
     database: DatabaseHere,
     artifacts: Store,
+    locations: LocationsHere,
     changes: ChangesHere,
     response: Response,
 ) -> RollbackView:
@@ -116,7 +121,7 @@ async def roll_back(
     version is committed; with `activation_id` its activation opens at once. The same call again answers 200.
     """
     view, new = await database.transaction(rollback.roll_back, run_id, rollback_id, body, caller)
-    view = await _with_committed(view, database, artifacts, run_id, caller)
+    view = await _with_committed(view, database, artifacts, locations, run_id, caller)
     response.status_code = status.HTTP_201_CREATED if new else status.HTTP_200_OK
     changes.announce(run_id)
     return view
@@ -139,14 +144,15 @@ async def withdraw_policy(
     caller: Admin,
     database: DatabaseHere,
     artifacts: Store,
+    locations: LocationsHere,
     changes: ChangesHere,
 ) -> WithdrawView:
     """Withdraw a version, and those made from it: an activation of one fails, and nothing made with one is used.
 
-    Where that takes the active version, a restoring one is prepared and committed: open its activation. The pointer
-    stays until then.
+    Where that takes the active version, a restoring one is prepared and committed (a large one as soon as its files
+    were read): open its activation. The pointer stays until then.
     """
     view = await database.transaction(rollback.withdraw, run_id, version, body, caller)
-    view = await _with_committed(view, database, artifacts, run_id, caller)
+    view = await _with_committed(view, database, artifacts, locations, run_id, caller)
     changes.announce(run_id)
     return view

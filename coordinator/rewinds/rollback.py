@@ -97,6 +97,8 @@ def _require_restorable(run: Run, policy: PolicyView) -> None:
     version = policy.version
     if policy.kind == "stream":
         raise Refusal("policy_not_durable", f"version {version} was pushed to the engines and left no files")
+    if policy.files_removed_at is not None:
+        raise Refusal("policy_not_durable", f"retention removed the files of version {version}")
     if policy.state in ("prepared", "abandoned", "withdrawn"):
         raise Refusal("policy_state", f"version {version} is {policy.state}")
     if version >= run.active.version:

@@ -132,19 +132,54 @@ policy_versions = Table(
     Column("lag_clock", Integer, nullable=False),
     Column("base_model", JSONB, nullable=False),
     Column("files", JSONB, nullable=False),
+    Column("uri", Text),
     Column("updates", ARRAY(Text), nullable=False),
     Column("digests", JSONB, nullable=False, server_default=text("'{}'")),
     _at("prepared_at", now=True),
     _at("committed_at", nullable=True),
     _at("activated_at", nullable=True),
     _at("ended_at", nullable=True),
+    # Removed for whoever asks; gone from the store, as far as no other version has the same bytes.
+    _at("files_removed_at", nullable=True),
+    Column("files_gone", Boolean, nullable=False, server_default=text("false")),
     PrimaryKeyConstraint("run_no", "version"),
     CheckConstraint(
         _one_of("state", "prepared", "committed", "active", "retired", "abandoned", "withdrawn"), name="state"
     ),
     CheckConstraint("state NOT IN ('active', 'retired') OR activated_at IS NOT NULL", name="activated"),
     CheckConstraint("state = 'prepared' OR committed_at IS NOT NULL OR ended_at IS NOT NULL", name="committed"),
+    CheckConstraint("files_removed_at IS NULL OR state NOT IN ('prepared', 'active')", name="files_kept"),
     Index("policy_versions_one_active", "run_no", unique=True, postgresql_where=text("state = 'active'")),
+    # Who else has a file of this hash?
+    Index("policy_versions_files", "files", postgresql_using="gin", postgresql_ops={"files": "jsonb_path_ops"}),
+    Index(
+        "policy_versions_files_going",
+        "run_no",
+        "version",
+        postgresql_where=text("files_removed_at IS NOT NULL AND NOT files_gone"),
+    ),
+)
+
+# The wish to commit a large artifact. Whoever reads its files holds the claim and renews it.
+verifications = Table(
+    "verifications",
+    metadata,
+    Column("run_no", Integer),
+    Column("version", Integer),
+    Column("state", Text, nullable=False, server_default=text("'running'")),
+    Column("actor", Text, nullable=False),
+    Column("bytes_done", BigInteger, nullable=False, server_default=text("0")),
+    Column("bytes_total", BigInteger, nullable=False),
+    Column("faulty", ARRAY(Text), nullable=False, server_default=text("'{}'")),
+    Column("claimed_by", Text),
+    _at("claimed_until", nullable=True),
+    _at("asked_at", now=True),
+    _at("ended_at", nullable=True),
+    PrimaryKeyConstraint("run_no", "version"),
+    CheckConstraint(_one_of("state", "running", "refused", "passed"), name="state"),
+    CheckConstraint("(state = 'running') = (ended_at IS NULL)", name="ended"),
+    CheckConstraint("(claimed_by IS NULL) = (claimed_until IS NULL)", name="claimed"),
+    Index("verifications_running", "claimed_until", postgresql_where=text("state = 'running'")),
 )
 
 activations = Table(

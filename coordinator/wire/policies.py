@@ -75,14 +75,41 @@ class PreparePolicy(WireModel):
         None, description="for kind stream only: over its tensors; the hash of files is that of their manifest"
     )
     digests: Digests = Field(default_factory=dict)
+    uri: Text | None = Field(
+        None,
+        max_length=2000,
+        description="a folder that coordinator and workers can read, file:///... or what fsspec opens; nothing is "
+        "uploaded then. Left out: the files are uploaded",
+    )
 
     @model_validator(mode="after")
     def _named_by_its_content(self) -> PreparePolicy:
-        if self.kind == "stream" and (self.files or self.artifact_hash is None):
-            raise ValueError("a version of kind stream has an artifact_hash and no files")
+        if self.kind == "stream" and (self.files or self.uri is not None or self.artifact_hash is None):
+            raise ValueError("a version of kind stream has an artifact_hash, no files and no uri")
         if self.kind != "stream" and (not self.files or self.artifact_hash is not None):
             raise ValueError(f"a version of kind {self.kind} has files, and its hash is that of their manifest")
         return self
+
+
+class Verification(WireModel):
+    """How far the coordinator is with reading the files of a large artifact again, which its commit needs."""
+
+    state: Literal["running", "refused", "passed"]
+    bytes_done: int = Field(description="read so far; begins anew when another coordinator takes it up")
+    bytes_total: int
+    faulty: tuple[str, ...] = Field(description="files that are missing or changed: commit again once they are there")
+    asked_at: datetime
+    ended_at: datetime | None
+
+
+class FileUpload(WireModel):
+    """How much of a file is here."""
+
+    name: str
+    size: int
+    received: int = Field(description="bytes that are on disk: go on from here")
+    stored: bool = Field(description="the whole file is here with the right sha256; nothing need be sent")
+    busy: bool = Field(False, description="another request is sending it at this moment: ask again in a second")
 
 
 class PolicyView(WireModel):
@@ -96,12 +123,15 @@ class PolicyView(WireModel):
     lag_clock: int
     base_model: BaseModelIdentity
     files: tuple[ArtifactFile, ...]
+    uri: str | None = Field(None, description="where the files lie; none: in the coordinator's artifact store")
     updates: tuple[str, ...]
     digests: Digests
     prepared_at: datetime
     committed_at: datetime | None
     activated_at: datetime | None
     ended_at: datetime | None
+    files_removed_at: datetime | None = Field(None, description="when retention removed the files")
+    verification: Verification | None = Field(None, description="of a large artifact, once its commit was asked for")
 
 
 class PolicyList(WireModel):

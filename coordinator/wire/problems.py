@@ -171,6 +171,18 @@ _ALL = [
         "The file is not the one that the manifest names",
         "Send the very bytes whose size and sha256 the manifest has.",
     ),
+    ProblemCode(
+        "upload_offset",
+        409,
+        "The bytes begin beyond what has arrived",
+        "Ask how much of the file is here, and go on from there.",
+    ),
+    ProblemCode(
+        "upload_busy",
+        409,
+        "Another request is sending this file",
+        "Ask in a second how much of the file is here, and go on from there.",
+    ),
     ProblemCode("activation_open", 409, "Another activation is open", "Wait until it ends, or give it up."),
     ProblemCode(
         "activation_conflict",
@@ -296,6 +308,12 @@ _ALL = [
         422,
         "A file name would leave its folder",
         "Use relative names without '..', backslashes or control characters.",
+    ),
+    ProblemCode(
+        "artifact_uri_not_allowed",
+        422,
+        "Artifacts may not lie there",
+        "Use a plain URI below a prefix of the coordinator's COORDINATOR_ARTIFACT_URIS, or upload the files.",
     ),
     ProblemCode("no_space", 507, "The artifact store has no room for this", "Free space where the artifacts are kept."),
     ProblemCode(

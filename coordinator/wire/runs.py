@@ -71,6 +71,11 @@ class RunSettings(WireModel):
     rollout_retention_seconds: Retention | None = Field(
         None, description="how long it keeps its row, before only the tombstone of its id is left; none: for ever"
     )
+    artifact_retention_seconds: Retention | None = Field(
+        None,
+        description="how long after its end a policy version keeps its files, unless something still needs them; "
+        "none: for ever",
+    )
     rewind_commits: int = Field(
         100, strict=True, ge=0, le=1_000_000, description="commits back that a rewind may go, kept from retention"
     )

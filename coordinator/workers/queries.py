@@ -76,9 +76,13 @@ STORE_ACK = text("""
     RETURNING (xmax = 0) AS first
 """)
 
+# Whether the worker's last word was just this. After it served something else the same ack is news again.
 SAME_ACK = text("""
     SELECT 1 AS same FROM acks
-    WHERE run_no = :run_no AND worker_id = :worker_id AND incarnation = :incarnation AND version = :version
+    WHERE NOT EXISTS (
+        SELECT FROM acks later WHERE later.run_no = :run_no AND later.worker_id = :worker_id
+            AND later.incarnation = :incarnation AND later.acked_at > acks.acked_at)
+      AND run_no = :run_no AND worker_id = :worker_id AND incarnation = :incarnation AND version = :version
       AND artifact_hash = :artifact_hash
       AND (digest_layout, digest_registered, digest_active) IS NOT DISTINCT FROM
           (CAST(:digest_layout AS text), CAST(:digest_registered AS text), CAST(:digest_active AS text))

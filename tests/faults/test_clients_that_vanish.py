@@ -69,6 +69,15 @@ def wait_for_uploads(server: ServerProcess, count: int) -> None:
         time.sleep(0.05)
 
 
+def wait_until_free(http: httpx.Client, run: Run) -> int:
+    """How much of the file is here, once nobody sends more of it."""
+    until = time.monotonic() + 15
+    while (upload := http.get(f"/v1/runs/{run.id}/policies/1/uploads/f").json())["busy"]:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    return int(upload["received"])
+
+
 def test_a_client_that_leaves_is_no_failure_of_the_server(server: ServerProcess, run: Run) -> None:
     upload = f"/v1/runs/{run.id}/policies/1/files/f"
     connections = [
@@ -81,30 +90,54 @@ def test_a_client_that_leaves_is_no_failure_of_the_server(server: ServerProcess,
     wait_for_uploads(server, 2)
     for connection in connections:
         connection.close()
-    wait_for_uploads(server, 0)
     with caller(server) as http:
+        assert wait_until_free(http, run) == len(CONTENT) - 1
         assert http.post(f"/v1/runs/{run.id}/policies/1/commit").json()["code"] == "artifact_incomplete"
         assert http.put(upload, content=CONTENT).status_code == 200
         assert http.post(f"/v1/runs/{run.id}/policies/1/commit").status_code == 200
     assert "Traceback" not in server.log.read_text()
 
 
-def test_an_upload_that_a_kill_cut_off_is_sent_again_and_swept_away(server: ServerProcess, run: Run) -> None:
+def test_an_upload_that_a_kill_cut_off_goes_on_where_it_was(server: ServerProcess, run: Run) -> None:
     upload = f"/v1/runs/{run.id}/policies/1/files/f"
     with begin(server, "PUT", upload, "application/octet-stream", CONTENT[:-1]):
         wait_for_uploads(server, 1)
+        with caller(server) as http:
+            until = time.monotonic() + 10
+            while http.get(f"/v1/runs/{run.id}/policies/1/uploads/f").json()["received"] < 2**20:
+                assert time.monotonic() < until
+                time.sleep(0.02)
         server.kill()
     server.start()
     with caller(server) as http:
         assert http.post(f"/v1/runs/{run.id}/policies/1/commit").json()["code"] == "artifact_incomplete"
-        assert http.put(upload, content=CONTENT).status_code == 200
+        received = wait_until_free(http, run)
+        assert 2**20 <= received < len(CONTENT)
+        rest = http.put(upload, params={"offset": received}, content=CONTENT[received:])
+        assert rest.json() == {
+            "name": "f",
+            "size": len(CONTENT),
+            "received": len(CONTENT),
+            "stored": True,
+            "busy": False,
+        }
         assert http.post(f"/v1/runs/{run.id}/policies/1/commit").status_code == 200
         assert http.get(upload).content == CONTENT
-    (left,) = partial_uploads(server)  # it might be another replica's, still going on
-    os.utime(left, (0, 0))
-    server.kill()
-    server.start()
     assert partial_uploads(server) == []
+
+
+def test_an_upload_that_is_given_up_is_swept_away_while_the_server_runs(server: ServerProcess, run: Run) -> None:
+    upload = f"/v1/runs/{run.id}/policies/1/files/f"
+    with begin(server, "PUT", upload, "application/octet-stream", CONTENT[:-1]):
+        wait_for_uploads(server, 1)
+    with caller(server) as http:
+        wait_until_free(http, run)
+    for left in partial_uploads(server):
+        os.utime(left, (0, 0))
+    until = time.monotonic() + 45  # the clocks come by every 30 s
+    while partial_uploads(server):
+        assert time.monotonic() < until
+        time.sleep(0.2)
 
 
 def test_a_client_that_trickles_holds_up_nobody(server: ServerProcess, run: Run) -> None:

@@ -16,8 +16,11 @@ import asyncpg
 import pytest
 
 from coordinator import clocks
+from coordinator.policies.verification import Verifier
+from coordinator.storage.artifacts import ArtifactStore
 from coordinator.storage.changes import Changes
 from coordinator.storage.database import connect
+from coordinator.storage.locations import Locations
 from coordinator.storage.migrations import upgrade
 from coordinator.storage.notices import CHANNEL, PAUSE_SECONDS, PAYLOAD_BYTES, Notices, payloads
 from coordinator.storage.postgres import EmbeddedPostgres
@@ -212,14 +215,19 @@ def own_postgres() -> Iterator[EmbeddedPostgres]:
 
 
 async def test_a_database_that_is_away_for_seconds_is_two_lines_of_each_task(
-    own_postgres: EmbeddedPostgres, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    own_postgres: EmbeddedPostgres,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(clocks, "EVERY_SECONDS", 0.05)
     caplog.set_level(logging.INFO, "coordinator")
     url = own_postgres.start()
     database = connect(url, pool_size=2)
     async with replica(url) as one, replica(url) as two:
-        sweeper = asyncio.create_task(clocks.run(database, one))
+        store = ArtifactStore(tmp_path / "artifacts")
+        verifier = Verifier(database, one, store, Locations())
+        sweeper = asyncio.create_task(clocks.run(database, one, store, verifier))
         await until_heard(one, two, "first")
         await asyncio.to_thread(own_postgres.stop)
         await asyncio.sleep(3)
@@ -236,6 +244,7 @@ async def test_a_database_that_is_away_for_seconds_is_two_lines_of_each_task(
         with contextlib.suppress(asyncio.CancelledError):
             await sweeper
     await database.close()
+    store.close()
     for name, count in (("coordinator.clocks", 1), ("coordinator.notices", 2)):
         records = [record for record in caplog.records if record.name == name]
         assert sorted(record.levelname for record in records) == ["INFO"] * count + ["WARNING"] * count

@@ -7,7 +7,6 @@ import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote
 
@@ -18,9 +17,12 @@ from coordinator.client.aio.pace import run_blocking, sleep
 from coordinator.client.artifacts import IncomingFile
 from coordinator.client.errors import NotConfigured, UnexpectedAnswer, Unreachable, refusal
 from coordinator.wire.event_stream import KEEP_ALIVE_SECONDS, MEDIA_TYPE, EventDecoder, ServerSentEvent
+from coordinator.wire.policies import FileUpload
 
 JSON = "application/json"
 _PART_BYTES = 1 << 20
+_FRUITLESS_ATTEMPTS = 3
+"""Uploads in a row of which nothing arrived, after which bytes that are sent count for nothing."""
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 5.0
 _LONGEST_ASKED_SECONDS = 30.0
@@ -139,37 +141,91 @@ class AsyncConnection:
             raise refusal(received.status_code, received.content)
         return received
 
-    async def receive(
+    async def send_file(
         self,
-        segments: Iterable[str],
-        into: Path,
+        state: Iterable[str],
+        into: Iterable[str],
+        content: Callable[[int], AsyncIterable[bytes]],
         *,
-        size: int,
-        sha256: str,
-        progress: Callable[[int], None] | None = None,
-    ) -> None:
-        """Stream a file of known size (bytes) and hash to `into`; it is on disk when this returns.
+        longest_check_seconds: float,
+    ) -> FileUpload:
+        """Stream a file to `into`, each attempt from the byte on that the coordinator says at `state` it has.
 
-        Raises `ArtifactCorrupt` for other bytes, and never writes more than `size` of them.
+        `content` makes the bytes from an offset on. Nothing is sent of a file that is stored already, or that somebody
+        else is sending. The coordinator may take `longest_check_seconds` after the last byte. Bytes that arrive begin
+        the time for retries anew.
         """
-        path = self._path(segments)
+        state_path, path = self._path(state), self._path(into)
+        arrived, fruitless, moved_at = -1, 0, 0.0
+
+        async def moving(offset: int) -> AsyncIterable[bytes]:
+            nonlocal moved_at
+            async for part in content(offset):
+                yield part
+                if fruitless < _FRUITLESS_ATTEMPTS:
+                    moved_at = time.monotonic()
 
         async def attempt() -> httpx.Response:
-            async with self._http.stream("GET", self.url + path, timeout=self._timeout(0, None)) as received:
+            nonlocal arrived, fruitless
+            asked = await self._http.request("GET", self.url + state_path, timeout=self._timeout(0, None))
+            if asked.status_code != 200:
+                return asked
+            upload = read(asked, FileUpload)
+            if upload.stored or upload.busy:
+                return asked
+            fruitless = 0 if upload.received > arrived else fruitless + 1
+            arrived = upload.received
+            return await self._http.request(
+                "PUT",
+                self.url + path,
+                content=moving(arrived),
+                headers={"Content-Type": "application/octet-stream"},
+                params={"offset": arrived},
+                timeout=self._timeout(longest_check_seconds, None),
+            )
+
+        received = await self._persist(f"PUT {path}", attempt, None, lambda: moved_at)
+        if received.status_code >= 400:
+            raise refusal(received.status_code, received.content)
+        return read(received, FileUpload)
+
+    async def receive(
+        self, segments: Iterable[str], file: IncomingFile, progress: Callable[[int], None] | None = None
+    ) -> None:
+        """Stream a file of known size and hash into `file`, after a fault from where it broke off.
+
+        It is on disk when this returns. Raises `ArtifactCorrupt` for other bytes, and never writes more than there
+        should be.
+        """
+        path = self._path(segments)
+        moved_at = 0.0
+        last: httpx.Response | None = None
+
+        async def attempt() -> httpx.Response:
+            nonlocal moved_at, last
+            if last is not None and file.count == file.size:  # it broke off after the last byte
+                return last
+            wanted = {"Range": f"bytes={file.count}-"} if file.count else {}
+            async with self._http.stream(
+                "GET", self.url + path, headers=wanted, timeout=self._timeout(0, None)
+            ) as received:
                 if received.status_code >= 400:
                     await received.aread()
                     return received
-                with IncomingFile(into, size, sha256) as file:
-                    async for part in received.aiter_bytes(_PART_BYTES):
-                        count = await run_blocking(file.write, part)
-                        if progress:
-                            progress(count)
-                    await run_blocking(file.finish)
+                last = received
+                if file.count and received.status_code != 206:
+                    await run_blocking(file.restart)
+                async for part in received.aiter_bytes(_PART_BYTES):
+                    count = await run_blocking(file.write, part)
+                    moved_at = time.monotonic()
+                    if progress:
+                        progress(count)
                 return received
 
-        received = await self._persist(f"GET {path}", attempt, None)
+        received = await self._persist(f"GET {path}", attempt, None, lambda: moved_at)
         if received.status_code >= 400:
             raise refusal(received.status_code, received.content)
+        await run_blocking(file.finish)
 
     async def events(
         self, segments: Iterable[str], *, after: int | None, params: dict[str, str | int | float]
@@ -232,13 +288,20 @@ class AsyncConnection:
         return opened[0]
 
     async def _persist(
-        self, what: str, attempt: Callable[[], Awaitable[httpx.Response]], retry_seconds: float | None
+        self,
+        what: str,
+        attempt: Callable[[], Awaitable[httpx.Response]],
+        retry_seconds: float | None,
+        moved_at: Callable[[], float] = lambda: 0.0,
     ) -> httpx.Response:
+        """The answer of the first attempt that gets one. `moved_at` is when something last went over, by the monotonic
+        clock: from then on the time for retries counts anew."""
         started = time.monotonic()
         bound = self.retry_seconds if retry_seconds is None else retry_seconds
         attempts = 0
         while True:
             attempts += 1
+            began = time.monotonic()
             asked_at = self.url
             cause: Exception | None = None
             full, asked = False, 0.0
@@ -252,6 +315,8 @@ class AsyncConnection:
                     return received
                 why = str(refusal(received.status_code, received.content))
                 asked = _retry_after(received) if full else min(_retry_after(received), _LONGEST_ASKED_SECONDS)
+            if moved_at() > began:
+                started, attempts = moved_at(), 1
             if not full:
                 self._turn_from(asked_at)
             longest = min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2 ** min(attempts - 1, 10))
