@@ -15,8 +15,9 @@ import httpx
 class ServerProcess:
     """`coordinator serve` on a free port of this machine; the port stays the same over restarts."""
 
-    def __init__(self, data: Path, database_url: str | None = None) -> None:
+    def __init__(self, data: Path, database_url: str | None = None, **settings: str) -> None:
         self.data = data
+        self.settings = settings
         self.database_url = database_url
         self.log = data.parent / f"{data.name}.log"
         self._process: subprocess.Popen[bytes] | None = None
@@ -29,12 +30,18 @@ class ServerProcess:
     def token(self) -> str:
         return (self.data / "admin.token").read_text().strip()
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def start(self) -> None:
         environment = {
             name: value
             for name, value in os.environ.items()
             if not name.startswith("COORDINATOR_") and name != "DATABASE_URL"
         }
+        environment |= {f"COORDINATOR_{name.upper()}": value for name, value in self.settings.items()}
         if self.database_url is not None:
             environment["DATABASE_URL"] = self.database_url
         with self.log.open("ab") as log:

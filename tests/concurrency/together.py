@@ -14,7 +14,9 @@ import numpy as np
 
 from coordinator.client import Coordinator, Refused, Run
 from coordinator.client.rollouts import Candidates
+from coordinator.policies import removal
 from coordinator.rollouts import retention
+from coordinator.storage.artifacts import ArtifactStore
 from coordinator.storage.database import connect
 from tests.client.runs import LOG_PROB, new_run
 
@@ -76,6 +78,10 @@ class Retention:
     def __call__(self) -> dict[str, int]:
         """Drops what is over in every run. Answers how many rollouts lost tokens or row, by run."""
         return asyncio.run_coroutine_threadsafe(retention.sweep(self._database), self._loop).result()
+
+    def removal(self, store: ArtifactStore) -> removal.Removed:
+        """Removes the files of policy versions that are over, in every run."""
+        return asyncio.run_coroutine_threadsafe(removal.sweep(self._database, store), self._loop).result()
 
     def rows(self, run_id: str) -> int:
         """Drops one batch of rows that are over. Answers how many."""
