@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import text
 
-from coordinator.policies import removal
+from coordinator.operations.access import Caller
+from coordinator.policies import removal, service
 from coordinator.storage.artifacts import ArtifactStore
 from coordinator.storage.locations import Locations
-from tests.api.ledger import Api, Ledger, ok, refused
+from coordinator.wire.policies import PreparePolicy
+from tests.api.ledger import BASE, Api, Ledger, ok, refused
 
 SOON = {"artifact_retention_seconds": 0.001}
 
@@ -224,3 +227,44 @@ async def test_a_download_that_has_begun_ends_well(ledger: Ledger) -> None:
         assert await sweep(ledger) == [1]
         store.tidy()
         assert file.read() == b"weights 1"
+
+
+async def test_who_names_bytes_while_they_go_waits_and_finds_them_gone(ledger: Ledger) -> None:
+    await line_of(ledger, 3)
+    other = await Ledger.create(ledger.api, "other")
+    store: ArtifactStore = ledger.api.app.state.artifacts
+    loop, begun, may_go_on = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+    remove = store.remove
+
+    def slowly(sha256: str) -> None:
+        loop.call_soon_threadsafe(begun.set)
+        may_go_on.wait(20)
+        remove(sha256)
+
+    store.remove = slowly  # type: ignore[method-assign]
+    removing = asyncio.create_task(sweep(ledger))
+    await begun.wait()
+    preparing = asyncio.create_task(other.prepare(1, 0, b"weights 1"))
+    await asyncio.sleep(0.3)
+    assert not preparing.done()
+    may_go_on.set()
+    ok(await preparing)
+    assert await removing == [1]
+    assert not (await other.get("/policies/1/uploads/a/w.bin"))["stored"]
+    ok(await other.upload(1, b"weights 1"))
+    assert ok(await other.call("POST", "/policies/1/commit"))["state"] == "committed"
+
+
+async def test_bytes_that_are_just_being_named_wait_for_it_and_stay(ledger: Ledger) -> None:
+    await line_of(ledger, 3)
+    await Ledger.create(ledger.api, "other")
+    file = {"name": "w", "size": 9, "sha256": sha256(1)}
+    body = PreparePolicy.model_validate({"version": 1, "parent_version": 0, "base_model": BASE, "files": [file]})
+    admin = Caller("t", "t", "admin", None, None)
+    async with ledger.api.database.engine.begin() as connection:
+        await service.prepare(connection, "other", body, admin, Locations())
+        removing = asyncio.create_task(sweep(ledger))
+        await asyncio.sleep(0.3)
+        assert not removing.done()
+    assert await removing == [1]
+    assert sha256(1) in stored(ledger)

@@ -71,7 +71,6 @@ def test_bytes_that_somebody_names_again_while_they_go_are_there_when_it_has_com
     """What a version ended with is published again, by its own run and by another, while the files are removed."""
     ending = everywhere(coordinators, **SOON)
     keeping = [coordinators[1].run(new_run(coordinators[0]).id), coordinators[0].run(new_run(coordinators[0]).id)]
-    new_worker(ending[0])
     removed = 0
 
     def sweep() -> None:
@@ -79,27 +78,21 @@ def test_bytes_that_somebody_names_again_while_they_go_are_there_when_it_has_com
         removed += sweeping().files
 
     with again_and_again(sweep):
-        for number in range(1, 31):
+        for number in range(1, 41):
             content = os.urandom(20_000)
             folder = folder_of(tmp_path / str(number), content)
-            ending[0].publish(version=2 * number - 1, parent_version=0, folder=folder, base_model=BASE)
-
-            def end(version: int = 2 * number - 1) -> None:
-                give_up(ending[0], version)
+            # Committed and never activated: its files may go from now on.
+            ending[0].publish(version=number, parent_version=0, folder=folder, base_model=BASE)
 
             def keep(run: Run, number: int = number, folder: Path = folder) -> None:
                 run.publish(version=number, parent_version=number - 1, folder=folder, base_model=BASE)
 
-            def keep_too(number: int = number, folder: Path = folder) -> None:
-                ending[1].publish(version=2 * number, parent_version=0, folder=folder, base_model=BASE)
-
-            ways: list[Callable[[], None]] = [end, lambda: keep(keeping[0]), lambda: keep(keeping[1])]
-            assert codes(at_once(*ways, keep_too) if number % 2 else at_once(*ways)) == {"ok": 4 if number % 2 else 3}
+            assert codes(at_once(*(lambda run=run: keep(run) for run in keeping))) == {"ok": 2}
             for index, run in enumerate(keeping):
                 into = tmp_path / f"{number}-{index}"
                 run.download(number, into)
                 assert (into / "model").read_bytes() == content
-    assert sweeping().files == 0 or removed >= 0
+    assert removed > 0
 
 
 def test_what_nobody_names_any_more_is_gone_and_a_download_ends_whole_or_is_refused(
@@ -136,7 +129,7 @@ def test_what_nobody_names_any_more_is_gone_and_a_download_ends_whole_or_is_refu
             assert into.exists() != isinstance(outcome, Refused)
             if into.exists():
                 assert (into / "model").read_bytes() == content
-    assert removed + sum(sweeping().files for _ in range(1)) >= 15  # a replica's clock may have been first
+    assert removed + sweeping().files >= 15  # a replica's clock may have been first
     assert met <= {"ok", "artifact_file_missing"}
     views = runs[0].policies()
     assert all(view.files_removed_at is not None for view in views[1:])

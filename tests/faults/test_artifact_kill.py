@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import resource
 import shutil
@@ -54,7 +55,7 @@ def test_an_upload_goes_on_at_the_other_replica_when_its_own_is_killed(
 
     def kill_midway(name: str, count: int, size: int) -> None:
         sent.append(count)
-        if sum(sent) and count > 12 * MB and not killed:
+        if count > 12 * MB and not killed:
             killed.append(pair[0].pid)
             pair[0].kill()
 
@@ -66,7 +67,7 @@ def test_an_upload_goes_on_at_the_other_replica_when_its_own_is_killed(
         run.download(1, tmp_path / "w")
     assert (tmp_path / "w" / "model.safetensors").read_bytes() == content
     # It was not begun anew: what the other replica asked for lies near to where the first one was.
-    broke_at = next(i for i, (a, b) in enumerate(zip(sent, sent[1:], strict=False)) if b <= a)
+    broke_at = next(i for i, (a, b) in enumerate(itertools.pairwise(sent)) if b <= a)
     assert sent[broke_at + 1] > 4 * MB
 
 
@@ -141,7 +142,6 @@ def test_a_verification_goes_on_after_the_only_coordinator_was_killed(database_u
         prepare_sparse(run, server, 1)
         ask_and_kill(run, server, 1)
         server.start()
-        # The server answers others while it reads: the largest pause lies far below the second that reading takes.
         assert run.counts().rollouts["generated"] == 0
         assert verified(run, 1).state == "committed"
     server.stop()
