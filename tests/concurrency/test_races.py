@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-import asyncpg
-
 from coordinator.client import Coordinator, LeaseExpired, Refused, Run
 from coordinator.client.connection import Connection
 from coordinator.client.rollouts import Candidates
-from coordinator.wire.policies import PolicyRef
 from coordinator.wire.rollouts import RescoredReward, Reward, Rollout
 from coordinator.wire.updates import (
     AbortUpdate,
@@ -52,51 +46,6 @@ def test_of_two_updates_exactly_one_wins_each_rollout(coordinators: list[Coordin
         assert all(view.reserved > 0 for view in views), "one side won every race: there was none"
         assert codes(at_once(a.commit, b.commit)) == {"ok": 1, "line_conflict": 1}
     assert check_ledger(replicated_url) == []
-
-
-def test_acks_of_six_workers_switch_once_and_only_forward(
-    coordinators: list[Coordinator], replicated_url: str, tmp_path: Path
-) -> None:
-    runs = everywhere(coordinators)
-    workers = [new_worker(runs[n % 2], f"w{n}") for n in range(6)]
-    ended = threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        seen = pool.submit(asyncio.run, pointers(replicated_url, runs[0].id, ended))
-        try:
-            for version in range(1, 13):
-                folder = write_adapter(tmp_path / str(version), b"%d" % version)
-                policy = runs[0].publish(version=version, parent_version=version - 1, folder=folder, base_model=BASE)
-                runs[0].open_activation(version, f"a{version}")
-                answers = at_once(*(partial(worker.ack, version, policy.artifact_hash) for worker in workers))
-                assert all(answer.matching for answer in answers)
-                assert [a.activation.activated for a in answers if a.activation is not None].count(True) == 1
-                assert {run.view().active.version for run in runs} == {version}
-        finally:
-            ended.set()
-        observed = seen.result()
-    assert {count for _, count in observed} == {1}, "at some moment not exactly one version was active"
-    versions = [version for version, _ in observed]
-    assert versions == sorted(versions)
-    assert check_ledger(replicated_url) == []
-
-
-async def pointers(url: str, run_id: str, ended: threading.Event) -> list[tuple[int, int]]:
-    """The pointer and the number of active versions that agree with it, again and again."""
-    connection = await asyncpg.connect(url.replace("+asyncpg", ""))
-    seen = []
-    try:
-        while not ended.is_set():
-            row = await connection.fetchrow(
-                "SELECT active_version, (SELECT count(*) FROM policy_versions v WHERE v.run_no = r.run_no"
-                " AND v.state = 'active' AND v.version = r.active_version) AS active FROM runs r"
-                " WHERE r.run_id = $1",
-                run_id,
-            )
-            seen.append((row["active_version"], row["active"]))
-            await asyncio.sleep(0.002)
-    finally:
-        await connection.close()
-    return seen
 
 
 def test_an_identical_call_sent_twice_at_once_has_one_effect(
@@ -187,39 +136,6 @@ def test_commit_abort_and_expiry_end_an_update_once(
         assert codes(outcomes).keys() <= {"ok", "update_fenced", "lease_expired"}
     assert ends.keys() <= {"committed", "aborted", "expired"}
     assert min(ends["committed"], ends["expired"]) > 0
-    assert check_ledger(replicated_url) == []
-
-
-def test_giving_up_draining_and_the_last_ack_leave_one_outcome(
-    coordinators: list[Coordinator], replicated_url: str, tmp_path: Path
-) -> None:
-    runs = everywhere(coordinators)
-    workers = [new_worker(runs[n], f"w{n}") for n in range(2)]
-    ends: Counter[str] = Counter()
-    for version in range(1, 17):
-        folder = write_adapter(tmp_path / str(version), b"%d" % version)
-        parent = runs[0].view().active.version
-        policy = runs[0].publish(version=version, parent_version=parent, folder=folder, base_model=BASE)
-        runs[0].open_activation(version, f"a{version}")
-        assert workers[0].ack(version, policy.artifact_hash).matching
-        late = group(workers[0], PolicyRef(version=version, artifact_hash=policy.artifact_hash), f"late{version}")
-        drains = version % 4 == 0
-        outcomes = at_once(
-            workers[1].drain if drains else partial(workers[1].ack, version, policy.artifact_hash),
-            partial(runs[1].give_up, f"a{version}", "at the same time"),
-            partial(runs[1].submit, late),
-        )
-        assert codes(outcomes).keys() <= {"ok", "activation_ended"}
-        activation = runs[0].activation(f"a{version}")
-        ends[activation.state] += 1
-        switched = activation.state == "succeeded"
-        assert switched == (runs[1].view().active.version == version)
-        states = {runs[0].rollout(rollout.rollout_id).state for rollout in late}
-        assert states == ({"generated"} if switched else {"quarantined"})
-        if drains:  # a new life, to take part again
-            workers[1] = runs[1].worker("w1", f"w1-{version}")
-            workers[1].register("hand", "1")
-    assert ends.keys() == {"succeeded", "given_up"}
     assert check_ledger(replicated_url) == []
 
 
