@@ -37,7 +37,9 @@ def activation(
             )
             for worker, ack in acks.items()
         ),
+        dropped=(),
         reason=reason,
+        asked_at=at,
         opened_at=at,
         deadline_at=at,
         ended_at=None,
