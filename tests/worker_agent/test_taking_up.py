@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.client import Coordinator, Refused, Run
+from coordinator.client import Coordinator, Refused, Run, Unreachable, Worker
 from coordinator.wire.policies import PolicyView
 from coordinator.wire.runs import JournalEntry
 from tests.client.server_process import ServerProcess
@@ -161,7 +161,17 @@ def test_a_file_that_left_the_store_is_reported_and_waited_for(scene: Scene) -> 
         until(lambda: scene.active() == 1)
 
 
-def test_a_half_updated_engine_generates_nothing_until_it_loaded_whole(scene: Scene) -> None:
+@pytest.mark.parametrize("heard", [True, False])
+def test_a_half_updated_engine_generates_nothing_until_it_loaded_whole(
+    scene: Scene, heard: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether or not its failure is heard, and it fenced for it."""
+
+    def unheard(*_: object) -> None:
+        raise Unreachable("nobody answers")
+
+    if not heard:
+        monkeypatch.setattr(Worker, "fail", unheard)
     scene.create_run()
     engine, whole = scene.engine, Event()
 
@@ -187,10 +197,10 @@ def test_a_half_updated_engine_generates_nothing_until_it_loaded_whole(scene: Sc
         scene.publish(2, parent=1)
         scene.hooked.after_load = die_half_way
         scene.run.open_activation(2, "try")
-        until(lambda: ("failed load", 2) in scene.told())
+        until(lambda: ("load", 2) in scene.hooked.calls)
         working.give("a")
         until(lambda: scene.hooked.calls[-1] == ("load", 1))
-        assert [worker.fenced_reason for worker in scene.run.workers()] == ["load of version 2 failed"]
+        assert [w.fenced_reason for w in scene.run.workers()] == ["load of version 2 failed" if heard else None]
         assert not list(scene.run.rollouts())
         scene.hooked.after_load = lambda policy: None
         whole.set()
@@ -312,8 +322,6 @@ def test_whole_weights_are_refused_by_name_of_what_the_engine_takes(scene: Scene
 
 
 def test_a_coordinator_that_does_not_hear_a_stage_stops_no_load(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    from coordinator.client import Worker
-
     def unheard(self: Worker, version: int, stage: str, **_: Any) -> None:
         self._connection.call("POST", ("runs", "run", "nowhere", stage), PolicyView, retry_seconds=0.0)
 
