@@ -104,7 +104,8 @@ async def open_update(
 ) -> UpdateView:
     """Open an update for weights that come from this policy version, with a lease to be renewed.
 
-    The same call again answers 200; it may restate the policy until the update's first reservation.
+    Without a policy it is opened on the active version. The same call again answers 200; one with a policy may restate
+    it until the update's first reservation, one without leaves it as it is.
     """
     view, new = await database.transaction(service.open_update, run_id, update_id, body, caller)
     response.status_code = status.HTTP_201_CREATED if new else status.HTTP_200_OK

@@ -50,7 +50,7 @@ async def of_update(connection: AsyncConnection, run_id: str, update_id: str) ->
     """Everything that an update was made from, what it refused, and the versions that it made."""
     run = await get_run(connection, run_id)
     keys = {"run_no": run.run_no, "update_id": update_id}
-    update = update_view(await find_row(connection, run, update_id))
+    update = update_view(run, await find_row(connection, run, update_id))
     members: list[LineageMember] = []
     refused: list[LineageRefusal] = []
     for row in await connection.execute(queries.MEMBERS, keys):

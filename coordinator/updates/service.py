@@ -15,6 +15,7 @@ from coordinator.rollouts import groups
 from coordinator.rollouts.queries import for_run
 from coordinator.runs.service import Run, get_run, lock_run
 from coordinator.updates import queries
+from coordinator.wire.policies import PolicyRef
 from coordinator.wire.updates import (
     AbortUpdate,
     CommitUpdate,
@@ -25,9 +26,10 @@ from coordinator.wire.updates import (
 )
 
 
-def update_view(row: Any) -> UpdateView:
-    """An update as it goes over the wire."""
-    return UpdateView.model_validate({name: getattr(row, name) for name in UpdateView.model_fields})
+def update_view(run: Run, row: Any) -> UpdateView:
+    """An update of this run as it goes over the wire."""
+    fields = {name: getattr(row, name) for name in UpdateView.model_fields.keys() - {"lease_seconds"}}
+    return UpdateView.model_validate(fields | {"lease_seconds": run.settings.update_lease_seconds})
 
 
 async def find_row(connection: AsyncConnection, run: Run, update_id: str) -> Any:
@@ -42,9 +44,13 @@ async def lock_update(connection: AsyncConnection, run: Run, update_id: str, own
     """The update's row, locked until the transaction ends, held to its owner."""
     await connection.execute(queries.LOCK_UPDATE, {"run_no": run.run_no, "update_id": update_id})
     row = await find_row(connection, run, update_id)
-    if row.owner != owner:
-        raise Refusal("update_owned", f"update {update_id} belongs to {row.owner}, not {owner}")
+    _require_owner(row, owner)
     return row
+
+
+def _require_owner(row: Any, owner: str) -> None:
+    if row.owner != owner:
+        raise Refusal("update_owned", f"update {row.update_id} belongs to {row.owner}, not {owner}")
 
 
 def require_open(row: Any) -> None:
@@ -57,14 +63,15 @@ def require_open(row: Any) -> None:
 
 async def get_update(connection: AsyncConnection, run_id: str, update_id: str) -> UpdateView:
     """One update."""
-    return update_view(await find_row(connection, await get_run(connection, run_id), update_id))
+    run = await get_run(connection, run_id)
+    return update_view(run, await find_row(connection, run, update_id))
 
 
 async def list_updates(connection: AsyncConnection, run_id: str, limit: int) -> UpdateList:
     """Updates, oldest first."""
     run = await get_run(connection, run_id)
     rows = await connection.execute(queries.LIST_UPDATES, {"run_no": run.run_no, "limit": limit})
-    return UpdateList(updates=[update_view(row) for row in rows])
+    return UpdateList(updates=[update_view(run, row) for row in rows])
 
 
 async def open_update(
@@ -73,27 +80,34 @@ async def open_update(
     """Opens an update, or finds the same one, restating its policy if it is new. Second: whether it was opened."""
     run = await lock_run(connection, run_id)
     keys = {"run_no": run.run_no, "update_id": update_id}
-    policy = await find_version(connection, run.run_no, body.policy_version)
-    if policy.artifact_hash != body.artifact_hash:
+    await connection.execute(queries.LOCK_UPDATE, keys)
+    row = (await connection.execute(queries.GET_UPDATE, keys)).one_or_none()
+    if row is not None and body.policy_version is None:
+        # Whatever is active by now: the first such call settled it, and this one may be its retry.
+        _require_owner(row, body.owner)
+        return update_view(run, row), False
+    named = run.active
+    if body.policy_version is not None and body.artifact_hash is not None:
+        named = PolicyRef(version=body.policy_version, artifact_hash=body.artifact_hash)
+    policy = await find_version(connection, run.run_no, named.version)
+    if policy.artifact_hash != named.artifact_hash:
         raise Refusal(
             "policy_identity_conflict",
-            f"version {policy.version} is {policy.artifact_hash}, not {body.artifact_hash}",
+            f"version {policy.version} is {policy.artifact_hash}, not {named.artifact_hash}",
         )
     if policy.state in ("withdrawn", "abandoned"):
         raise Refusal("policy_withdrawn", f"version {policy.version} is {policy.state}")
     stated = {
-        "policy_version": body.policy_version,
-        "artifact_hash": body.artifact_hash,
+        "policy_version": named.version,
+        "artifact_hash": named.artifact_hash,
         "lag_clock": policy.lag_clock,
     }
-    await connection.execute(queries.LOCK_UPDATE, keys)
-    row = (await connection.execute(queries.GET_UPDATE, keys)).one_or_none()
     if row is None:
         await connection.execute(
             queries.INSERT_UPDATE,
             keys | stated | {"owner": body.owner, "lease_seconds": run.settings.update_lease_seconds},
         )
-        opened = update_view(await find_row(connection, run, update_id))
+        opened = update_view(run, await find_row(connection, run, update_id))
         await record_event(
             connection,
             run.run_no,
@@ -101,14 +115,13 @@ async def open_update(
             update_id,
             caller.actor,
             owner=body.owner,
-            policy_version=body.policy_version,
-            artifact_hash=body.artifact_hash,
+            policy_version=named.version,
+            artifact_hash=named.artifact_hash,
             lease_until=opened.lease_until.isoformat(),
         )
         return opened, True
-    if row.owner != body.owner:
-        raise Refusal("update_owned", f"update {update_id} belongs to {row.owner}, not {body.owner}")
-    if (row.policy_version, row.artifact_hash) != (body.policy_version, body.artifact_hash):
+    _require_owner(row, body.owner)
+    if (row.policy_version, row.artifact_hash) != (named.version, named.artifact_hash):
         require_open(row)
         if row.after_commit_no is not None:
             raise Refusal("update_conflict", f"update {update_id} reserved under version {row.policy_version}")
@@ -119,10 +132,10 @@ async def open_update(
             "update.restated",
             update_id,
             caller.actor,
-            policy_version=body.policy_version,
-            artifact_hash=body.artifact_hash,
+            policy_version=named.version,
+            artifact_hash=named.artifact_hash,
         )
-    return update_view(await find_row(connection, run, update_id)), False
+    return update_view(run, await find_row(connection, run, update_id)), False
 
 
 async def renew(connection: AsyncConnection, run_id: str, update_id: str, body: Renew, caller: Caller) -> UpdateView:
@@ -141,7 +154,7 @@ async def renew(connection: AsyncConnection, run_id: str, update_id: str, body: 
     if until is None:
         raise Refusal("lease_expired", f"the lease of update {update_id} ended at {row.lease_until}")
     await record_event(connection, run.run_no, "update.renewed", update_id, caller.actor, lease_until=until.isoformat())
-    return update_view(await find_row(connection, run, update_id))
+    return update_view(run, await find_row(connection, run, update_id))
 
 
 async def _lock_held(connection: AsyncConnection, run: Run, update_id: str) -> tuple[list[str], list[str]]:
@@ -164,7 +177,7 @@ async def commit(
     run = await lock_run(connection, run_id)
     row = await lock_update(connection, run, update_id, body.owner)
     if row.state in ("committed", "rewound"):
-        return update_view(row)
+        return update_view(run, row)
     require_open(row)
     if body.after_commit_no != run.last_commit_no or row.after_commit_no not in (None, run.last_commit_no):
         raise Refusal(
@@ -211,7 +224,7 @@ async def commit(
         discarded=len(discards),
         lease_until=row.lease_until.isoformat(),
     )
-    return update_view(await find_row(connection, run, update_id))
+    return update_view(run, await find_row(connection, run, update_id))
 
 
 async def end(
@@ -254,7 +267,7 @@ async def abort(
     if row.state != "aborted":
         require_open(row)
         await end(connection, run, update_id, "aborted", body.reason, body.quarantine, caller.actor)
-    return update_view(await find_row(connection, run, update_id))
+    return update_view(run, await find_row(connection, run, update_id))
 
 
 async def expire_due(connection: AsyncConnection, run_id: str) -> int:

@@ -13,11 +13,30 @@ Owner = Annotated[Identifier, Field(description="the incarnation of the trainer 
 
 
 class OpenUpdate(WireModel):
-    """Opens an update for weights that come from this policy version; the same call again restates it."""
+    """Opens an update for weights that come from this policy version; the same call again may restate it.
+
+    Without a version it is the active one at the first such call; the same call again leaves it as it is.
+    """
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "if": {"required": ["policy_version"], "properties": {"policy_version": {"type": "integer"}}},
+            "then": {"required": ["artifact_hash"], "properties": {"artifact_hash": {"type": "string"}}},
+            "else": {"properties": {"artifact_hash": {"type": "null"}}},
+        }
+    )
 
     owner: Owner
-    policy_version: Version
-    artifact_hash: Sha256
+    policy_version: Version | None = Field(
+        None, description="the newest version that the weights come from; left out: the active one"
+    )
+    artifact_hash: Sha256 | None = Field(None, description="of policy_version; given exactly when that is")
+
+    @model_validator(mode="after")
+    def _whole_policy(self) -> OpenUpdate:
+        if (self.policy_version is None) != (self.artifact_hash is None):
+            raise ValueError("send policy_version and artifact_hash, or neither")
+        return self
 
 
 class UpdateView(WireModel):
@@ -34,6 +53,7 @@ class UpdateView(WireModel):
     reason: str | None
     opened_at: datetime
     lease_until: datetime
+    lease_seconds: float = Field(description="how long the lease is from its beginning and from each renewal")
     ended_at: datetime | None
     last_commit_no: int = Field(description="the last commit of the run's surviving line; 0: none")
 

@@ -344,3 +344,25 @@ async def test_a_lease_that_ends_while_the_call_waits_binds_nothing(api: Api) ->
         assert not waiting.done()
     assert await waiting == ["update_fenced", "update_fenced"]
     assert await ledger.state("g:0") == ("rewarded", None, 1)
+
+
+async def test_an_update_without_a_policy_is_opened_on_the_active_one_and_stays_there(ledger: Ledger) -> None:
+    opening = {"owner": "t-1"}
+    first = await ledger.call("PUT", "/updates/u", opening)
+    assert first.status_code == 201
+    view = ok(first)
+    assert (view["policy_version"], view["artifact_hash"], view["lease_seconds"]) == (0, ledger.hashes[0], 120)
+    await ledger.activate(1, 0)
+    # The retry of a call whose answer was lost finds the same update, wherever the pointer is by now.
+    again = await ledger.call("PUT", "/updates/u", opening)
+    assert (again.status_code, again.json()) == (200, view)
+    refused(await ledger.call("PUT", "/updates/u", {"owner": "t-2"}), 409, "update_owned")
+    assert ok(await ledger.call("PUT", "/updates/v", opening))["policy_version"] == 1
+    assert ok(await ledger.open("u", 1))["policy_version"] == 1  # restated by name
+    ok(await ledger.call("POST", "/updates/u/abort", opening | {"reason": "no"}))
+    assert ok(await ledger.call("PUT", "/updates/u", opening))["state"] == "aborted"
+
+
+@pytest.mark.parametrize("part", [{"policy_version": 0}, {"artifact_hash": "0" * 64}])
+async def test_half_a_policy_is_refused(ledger: Ledger, part: Json) -> None:
+    refused(await ledger.call("PUT", "/updates/u", {"owner": "t-1"} | part), 422, "invalid_request")

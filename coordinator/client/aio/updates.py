@@ -26,7 +26,6 @@ from coordinator.wire.columns import (
     ragged,
 )
 from coordinator.wire.policies import PolicyRef
-from coordinator.wire.runs import RunView
 from coordinator.wire.updates import (
     AbortUpdate,
     CandidatesRequest,
@@ -72,8 +71,7 @@ class AsyncUpdate:
         self.owner = owner
         self._policy = policy
         self._connection = connection
-        self._run_path = ("runs", run_id)
-        self._path = (*self._run_path, "updates", update_id)
+        self._path = ("runs", run_id, "updates", update_id)
         self._lease_seconds = 0.0
         self._view: UpdateView | None = None
         self._after_commit_no: int | None = None
@@ -98,12 +96,15 @@ class AsyncUpdate:
     async def __aenter__(self) -> AsyncUpdate:
         if self._view is not None:
             raise RuntimeError(f"update {self.id} was entered before: make another with run.update()")
-        run = await self._connection.call("GET", self._run_path, RunView)
-        self._lease_seconds = run.settings.update_lease_seconds
-        self._policy = policy = run.active if self._policy is None else self._policy
-        body = OpenUpdate(owner=self.owner, policy_version=policy.version, artifact_hash=policy.artifact_hash)
+        body = OpenUpdate(
+            owner=self.owner,
+            policy_version=None if self._policy is None else self._policy.version,
+            artifact_hash=None if self._policy is None else self._policy.artifact_hash,
+        )
         async with self._aborted_when_cut_off():
             self._view = await self._connection.call("PUT", self._path, UpdateView, body=body)
+        self._policy = PolicyRef(version=self._view.policy_version, artifact_hash=self._view.artifact_hash)
+        self._lease_seconds = self._view.lease_seconds
         if self._view.state == "open":
             self._renewal = Renewal(self._renew, self._lease_seconds / 3, f"renew {self.id}")
         else:  # the same id again, after its end: its outcome is in the view
