@@ -25,6 +25,10 @@ class Coordinator:
     (COORDINATOR_DATA, else ./.data). `timeout_seconds` bounds the silence on one attempt, `retry_seconds`
     all attempts of one call. Raises `NotConfigured` where nothing is found. May be used from several
     threads.
+
+    `owner` names this process as the owner of its updates. Left out it is random: a restarted trainer cannot touch
+    the update that it had open, whose lease ends it. Name the owner, and the update, to go on with it after a restart;
+    only where the process before is surely gone, since two of one owner are the same to the coordinator.
     """
 
     def __init__(
@@ -34,6 +38,7 @@ class Coordinator:
         *,
         timeout_seconds: float = 30.0,
         retry_seconds: float = 60.0,
+        owner: str | None = None,
     ) -> None:
         self._connection = Connection(
             url or os.environ.get("COORDINATOR_URL") or _from_data_folder("address", "address", "COORDINATOR_URL"),
@@ -43,8 +48,7 @@ class Coordinator:
             timeout_seconds=timeout_seconds,
             retry_seconds=retry_seconds,
         )
-        # Updates belong to this life of the process: a restarted trainer is another owner.
-        self._owner = f"trainer-{uuid.uuid4().hex}"
+        self._owner = f"trainer-{uuid.uuid4().hex}" if owner is None else owner
 
     @property
     def url(self) -> str:

@@ -101,6 +101,7 @@ class Update:
             self._view = self._connection.call("PUT", self._path, UpdateView, body=body)
         self._policy = PolicyRef(version=self._view.policy_version, artifact_hash=self._view.artifact_hash)
         self._lease_seconds = self._view.lease_seconds
+        self._after_commit_no = self._view.after_commit_no  # of a reservation before a restart
         if self._view.state == "open":
             self._renewal = Renewal(self._renew, self._lease_seconds / 3, f"renew {self.id}")
         else:  # the same id again, after its end: its outcome is in the view

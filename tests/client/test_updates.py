@@ -1,13 +1,16 @@
 """Updates through the client, against a real coordinator."""
 
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from coordinator.client import Coordinator, LeaseExpired, LineConflict, Update, UpdateFenced
+from coordinator.client import Coordinator, LeaseExpired, LineConflict, Refused, Update, UpdateFenced
 from coordinator.wire.updates import Discard
-from tests.client.runs import LOG_PROB, new_run, new_worker, rewarded_groups
+from tests.client.runs import BASE, LOG_PROB, new_run, new_worker, rewarded_groups, write_adapter
 from tests.client.server_process import ServerProcess
 
 
@@ -127,3 +130,38 @@ def test_a_update_is_not_usable_before_it_is_entered(coordinator: Coordinator) -
     update: Update = new_run(coordinator).update()
     with pytest.raises(RuntimeError, match="not open"):
         update.candidates(groups=1)
+
+
+BEFORE_ITS_END = """
+import os, sys
+from coordinator.client import Coordinator
+
+run = Coordinator(sys.argv[1], sys.argv[2], owner="trainer-0").run(sys.argv[3])
+with run.update("step-1") as update:
+    candidates = update.candidates(groups=1)
+    update.reserve(candidates, candidates.behavior_log_probs)
+    os._exit(9)  # no abort, no goodbye
+"""
+
+
+def test_a_restarted_trainer_of_the_same_owner_goes_on_with_its_update(
+    coordinator: Coordinator, server: ServerProcess, tmp_path: Path
+) -> None:
+    run = new_run(coordinator)
+    worker = new_worker(run)
+    rewarded_groups(run, worker, 1)
+    ended = subprocess.run([sys.executable, "-c", BEFORE_ITS_END, server.url, server.token, run.id], check=False)
+    assert ended.returncode == 9
+    policy = run.publish(version=1, parent_version=0, folder=write_adapter(tmp_path / "a"), base_model=BASE)
+    run.open_activation(1, "to-1")
+    worker.ack(1, policy.artifact_hash)
+    assert run.view().active.version == 1
+    with pytest.raises(Refused, match="update_owned"), run.update("step-1"):
+        pass
+    with Coordinator(server.url, server.token, owner="trainer-0") as again:
+        with again.run(run.id).update("step-1") as update:
+            assert (update.policy.version, update.view.reserved, update.view.after_commit_no) == (0, 2, 0)
+            assert update.commit().commit_no == 1
+        with again.run(run.id).update("step-1") as update:  # and once more, after the commit
+            assert (update.view.state, update.view.commit_no) == ("committed", 1)
+    assert {row.state for row in run.rollouts()} == {"consumed"}

@@ -25,6 +25,10 @@ class AsyncCoordinator:
     all attempts of one call. Raises `NotConfigured` where nothing is found. May be used from several
     tasks.
 
+    `owner` names this process as the owner of its updates. Left out it is random: a restarted trainer cannot touch
+    the update that it had open, whose lease ends it. Name the owner, and the update, to go on with it after a restart;
+    only where the process before is surely gone, since two of one owner are the same to the coordinator.
+
     All of them on one event loop. CPU and disk work of the client runs in threads and does not hold it up.
     """
 
@@ -35,6 +39,7 @@ class AsyncCoordinator:
         *,
         timeout_seconds: float = 30.0,
         retry_seconds: float = 60.0,
+        owner: str | None = None,
     ) -> None:
         self._connection = AsyncConnection(
             url or os.environ.get("COORDINATOR_URL") or _from_data_folder("address", "address", "COORDINATOR_URL"),
@@ -44,8 +49,7 @@ class AsyncCoordinator:
             timeout_seconds=timeout_seconds,
             retry_seconds=retry_seconds,
         )
-        # Updates belong to this life of the process: a restarted trainer is another owner.
-        self._owner = f"trainer-{uuid.uuid4().hex}"
+        self._owner = f"trainer-{uuid.uuid4().hex}" if owner is None else owner
 
     @property
     def url(self) -> str:

@@ -353,8 +353,8 @@ class AsyncRun:
         """One training step, to be entered with `async with`.
 
         `policy` is the newest version that the learner's weights come from: left out, the active one. An
-        update id of the caller's own makes a retry after a lost answer find the same update; left out, a
-        random one.
+        update id of the caller's own makes a retry after a lost answer find the same update, and so does a
+        restarted process that is the same owner (`AsyncCoordinator(owner=...)`); left out, a random one.
         """
         return AsyncUpdate(
             self._connection,
