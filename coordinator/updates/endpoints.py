@@ -239,7 +239,11 @@ async def commit_update(
     database: DatabaseHere,
     changes: ChangesHere,
 ) -> UpdateView:
-    """Consume everything that the update holds, once, and get its commit_no. Sending it again is safe."""
+    """Consume everything that the update holds, once, and get its commit_no. Sending it again is safe.
+
+    An update that holds nothing is committed too and takes a number: a step without rollouts is a place in the line
+    like any other, which a checkpoint may name and a rewind may go back to.
+    """
     view = await database.transaction(service.commit, run_id, update_id, body, caller)
     changes.announce(run_id)
     return view

@@ -228,7 +228,8 @@ class Discard(WireModel):
 
 
 class CommitUpdate(WireModel):
-    """Consumes everything that the update holds, once."""
+    """Consumes everything that the update holds, once. One that holds nothing takes a number too: an optimizer step
+    without rollouts is a place in the line like any other, and a checkpoint may name it."""
 
     owner: Owner
     after_commit_no: Count

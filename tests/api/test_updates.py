@@ -366,3 +366,15 @@ async def test_an_update_without_a_policy_is_opened_on_the_active_one_and_stays_
 @pytest.mark.parametrize("part", [{"policy_version": 0}, {"artifact_hash": "0" * 64}])
 async def test_half_a_policy_is_refused(ledger: Ledger, part: Json) -> None:
     refused(await ledger.call("PUT", "/updates/u", {"owner": "t-1"} | part), 422, "invalid_request")
+
+
+async def test_a_commit_that_holds_nothing_takes_a_number(ledger: Ledger) -> None:
+    ok(await ledger.open("empty"))
+    assert ok(await ledger.commit("empty"))["commit_no"] == 1
+    ids = await ledger.group("g")
+    ok(await ledger.open("next"))
+    refused(await ledger.try_reserve(*ids, update="next", after=0), 409, "line_conflict")
+    assert await ledger.reserve(*ids, update="next", after=1) == ["reserved"] * 2
+    assert ok(await ledger.commit("next", after=1))["commit_no"] == 2
+    back = ok(await ledger.call("PUT", "/rewinds/r", {"to_commit_no": 1, "reason": "its checkpoint was restored"}))
+    assert (back["rewound_updates"], back["released"]) == (["next"], 2)
