@@ -84,6 +84,10 @@ async def prepare(
     parent = await find_version(connection, run.run_no, body.parent_version)
     if parent.state == "withdrawn":
         raise Refusal("policy_withdrawn", f"the parent version {parent.version} was withdrawn")
+    # The parent is not held against the versions that the updates were opened on, since each comparison would refuse
+    # trainers who are right. Equal: an update that was opened while its predecessor still stepped names the version
+    # before the parent. The parent or an ancestor: a version may be made anew from an older parent, naming all updates
+    # since, one of which was opened on a version in between. Descent of what is named decides a withdrawal either way.
     open_updates = (
         await connection.scalars(queries.UNCOMMITTED_UPDATES, {"run_no": run.run_no, "update_ids": list(body.updates)})
     ).all()

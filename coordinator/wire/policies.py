@@ -59,9 +59,15 @@ class PreparePolicy(WireModel):
     """A new policy version with the manifest of its artifact."""
 
     version: Version
-    parent_version: Version = Field(description="the version that the updates began from")
+    parent_version: Version = Field(
+        description="the version that the updates began from, as a rule the one published last: lag counts on from it, "
+        "and whatever withdraws it withdraws this one. Taken at the trainer's word, not compared with the versions "
+        "that the updates were opened on"
+    )
     updates: tuple[Identifier, ...] = Field(
-        (), fail_fast=True, description="the committed updates that made this version"
+        (),
+        fail_fast=True,
+        description="the committed updates that made this version out of its parent: a rewind of one withdraws it",
     )
     kind: Literal["lora", "full", "stream"] = Field(
         "lora",
