@@ -15,7 +15,7 @@ from coordinator import clocks, errors
 from coordinator.body import BodyLimit
 from coordinator.diagnosis import router as diagnosis
 from coordinator.errors import refusals
-from coordinator.openapi import document
+from coordinator.openapi import document, page
 from coordinator.operations.access import still_valid
 from coordinator.policies import reading
 from coordinator.policies.endpoints import router as policies
@@ -99,6 +99,8 @@ def create_app(
         generate_unique_id_function=lambda route: route.name,
         redirect_slashes=False,
         strict_content_type=False,
+        docs_url=None,
+        redoc_url=None,
     )
     app.state.database = database
     app.state.changes = changes
@@ -123,4 +125,5 @@ def create_app(
         return {"status": "ready"}
 
     document.install(app)
+    page.install(app)
     return app
