@@ -52,10 +52,16 @@ EVENTS: dict[str, EventKind] = {
         "A version has a manifest", _VERSION, ("artifact_hash", "parent_version", "updates"), ("restores",)
     ),
     "policy.committed": EventKind("All of its files are there and right", _VERSION, ("artifact_hash",)),
+    "policy.files_removed": EventKind("Retention took its files away", _VERSION, ("artifact_hash",)),
     "policy.activated": EventKind(
         "The switch: it is active from now on", _VERSION, ("activation_id", "artifact_hash", "retired")
     ),
-    "policy.withdrawn": EventKind("It left the surviving line", _VERSION, ("reason",)),
+    "policy.withdrawn": EventKind("It is out of use, with what was made with it", _VERSION, ("reason",)),
+    "policy.rolled_back": EventKind(
+        "It brings the artifact of an earlier version back",
+        _VERSION,
+        ("rollback_id", "to_version", "fenced", "withdrawn", "released", "quarantined", "reason"),
+    ),
     "activation.waiting": EventKind(
         "It opens when the activation that is open has ended", _ACTIVATION, ("version", "behind")
     ),
@@ -82,7 +88,9 @@ EVENTS: dict[str, EventKind] = {
     ),
     "update.aborted": EventKind("Its owner gave it up", _UPDATE, ("reason", "released", "quarantined")),
     "update.expired": EventKind("Its lease ended", _UPDATE, ("reason", "released", "quarantined")),
-    "update.fenced": EventKind("A rewind ended it", _UPDATE, ("reason", "released", "quarantined")),
+    "update.fenced": EventKind(
+        "A rewind, rollback or withdrawal ended it", _UPDATE, ("reason", "released", "quarantined")
+    ),
     "line.rewound": EventKind(
         "The line went back to an earlier commit",
         "the rewind",
