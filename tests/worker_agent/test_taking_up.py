@@ -140,7 +140,7 @@ def test_stages_come_before_the_ack_and_a_fence_makes_it_load_whole(scene: Scene
         until(lambda: len(arrived(scene.run, "a")) == 2)
 
 
-def test_a_file_that_left_the_store_is_reported_and_waited_for(scene: Scene) -> None:
+def test_a_file_that_was_cut_short_in_the_store_is_reported_and_waited_for(scene: Scene) -> None:
     scene.create_run()
     with scene.working() as working:
         until(scene.trusted)
@@ -150,7 +150,7 @@ def test_a_file_that_left_the_store_is_reported_and_waited_for(scene: Scene) -> 
         truncate(path)
         scene.run.open_activation(1, "try")
         failure = until(lambda: list(scene.run.failures()))[0]
-        assert (failure.stage, failure.kind, failure.version) == ("distribution", "download", 1)
+        assert (failure.stage, failure.kind, failure.version) == ("distribution", "verify", 1)
         assert WEIGHTS in failure.message
         until(lambda: ("back", None) in scene.told())
         working.give("a")
