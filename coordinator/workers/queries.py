@@ -90,13 +90,15 @@ SAME_ACK = text("""
       AND activation_id IS NOT DISTINCT FROM CAST(:activation_id AS text)
 """)
 
-# What engines of this layout hold of this artifact, by what they said last.
+# What engines of this layout hold of this artifact, by what they said last: those that are trusted as they stand. Where
+# two contradict each other the one that spoke first is believed, until somebody fences it.
 SAME_LAYOUT = text("""
-    SELECT worker_id, digest_registered, digest_active FROM acks
-    WHERE run_no = :run_no AND artifact_hash = :artifact_hash AND digest_layout = :digest_layout AND matching
-      AND (worker_id, incarnation) <> (:worker_id, :incarnation)
-      AND (digest_registered <> :digest_registered OR digest_active <> CAST(:digest_active AS text))
-    ORDER BY acked_at, worker_id LIMIT 1
+    SELECT a.worker_id, a.digest_registered, a.digest_active
+    FROM acks a JOIN workers w USING (run_no, worker_id, incarnation)
+    WHERE a.run_no = :run_no AND a.artifact_hash = :artifact_hash AND a.digest_layout = :digest_layout AND a.matching
+      AND a.worker_id <> :worker_id AND w.fenced_reason IS NULL AND w.deregistered_at IS NULL
+      AND (a.digest_registered <> :digest_registered OR a.digest_active <> CAST(:digest_active AS text))
+    ORDER BY a.acked_at, a.worker_id LIMIT 1
 """)
 
 # The artifact that this incarnation served before, if its engine still holds those very weights.

@@ -62,6 +62,16 @@ async def test_engines_of_one_layout_hold_the_same(two: Ledger) -> None:
     assert (await two.ack("v", 1, digest=digest("one", "live")))["activation"]["activated"]
 
 
+async def test_the_first_is_believed_until_it_is_fenced(two: Ledger) -> None:
+    """Nothing tells which of two engines is right; an operator does, by fencing the other."""
+    assert (await two.ack("v", 1, digest=digest("one", "wrong from the start")))["matching"]
+    assert not (await two.ack("w", 1, digest=digest("one", "live")))["matching"]
+    ok(await two.call("POST", "/workers/v/fence", {"reason": "its weights are wrong"}))
+    assert (await two.ack("w", 1, digest=digest("one", "live")))["matching"]
+    assert not (await two.ack("v", 1, digest=digest("one", "wrong from the start")))["matching"]
+    assert (await two.ack("v", 1, digest=digest("one", "live")))["activation"]["activated"]
+
+
 async def test_a_digest_that_nobody_stated_must_agree_as_well(ledger: Ledger) -> None:
     await ledger.worker("v")
     await published(ledger, 1, 0)
