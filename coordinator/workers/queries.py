@@ -83,7 +83,7 @@ SAME_ACK = text("""
         SELECT FROM acks later WHERE later.run_no = :run_no AND later.worker_id = :worker_id
             AND later.incarnation = :incarnation AND later.acked_at > acks.acked_at)
       AND run_no = :run_no AND worker_id = :worker_id AND incarnation = :incarnation AND version = :version
-      AND artifact_hash = :artifact_hash
+      AND artifact_hash = :artifact_hash AND matching = :matching AND detail IS NOT DISTINCT FROM CAST(:detail AS text)
       AND (digest_layout, digest_registered, digest_active) IS NOT DISTINCT FROM
           (CAST(:digest_layout AS text), CAST(:digest_registered AS text), CAST(:digest_active AS text))
       AND caches_reset = CAST(:caches_reset AS text[])

@@ -222,10 +222,12 @@ async def take_ack(connection: AsyncConnection, run_id: str, worker_id: str, bod
         **_digest_columns(body.digest),
         "caches_reset": sorted(set(body.caches_reset)),
         "activation_id": activation_id,
+        "matching": reason == "ok",
+        "detail": detail,
     }
     repeated = (await connection.execute(queries.SAME_ACK, parameters)).one_or_none() is not None
     if not repeated:
-        await connection.execute(queries.STORE_ACK, parameters | {"matching": reason == "ok", "detail": detail})
+        await connection.execute(queries.STORE_ACK, parameters)
         await record_event(
             connection,
             run.run_no,
