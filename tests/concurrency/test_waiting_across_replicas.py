@@ -12,7 +12,6 @@ import pytest
 from sqlalchemy import AsyncAdaptedQueuePool, Connection, event
 
 from coordinator.app import create_app
-from coordinator.storage.changes import Changes
 from coordinator.storage.database import connect
 from tests.api.ledger import Api, Ledger, ok
 
@@ -23,7 +22,7 @@ LONG = 3600
 async def replica(database_url: str, folder: Path) -> AsyncIterator[Api]:
     database = connect(database_url, pool_size=4)
     app = create_app(database, folder / "artifacts")
-    app.state.changes = Changes(poll_seconds=LONG)
+    app.state.changes._poll_seconds = LONG
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test", timeout=60) as http,

@@ -18,7 +18,6 @@ from fastapi import FastAPI
 from coordinator.app import create_app
 from coordinator.protocol import ProblemProtocol
 from coordinator.server import Server
-from coordinator.storage.changes import Changes
 from coordinator.storage.database import Database, connect
 from coordinator.wire.event_stream import EventDecoder, ServerSentEvent
 from tests.api.ledger import Api
@@ -49,11 +48,10 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def serving(database_url: str, artifacts: Path, poll_seconds: float = 1.0) -> AsyncIterator[Served]:
+async def serving(database_url: str, artifacts: Path) -> AsyncIterator[Served]:
     """Serves until the block ends, or until it is stopped."""
     database = connect(database_url, pool_size=8)
     app = create_app(database, artifacts, max_body_bytes=2**20)
-    app.state.changes = Changes(poll_seconds)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     config = uvicorn.Config(
