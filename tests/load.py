@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from coordinator.client import Coordinator, Run
+from coordinator.errors import is_connection_fault
+from coordinator.rollouts import retention
+from coordinator.storage.database import connect
 from coordinator.wire.policies import PolicyRef
 from tests.client.runs import BASE, new_run
 from tests.ledger_checker import Acknowledged
@@ -65,12 +72,21 @@ class Clients:
     def told(self) -> tuple[Acknowledged, list[str], list[str]]:
         """Lets all of them end: what they were told, their faults, and their retries."""
         self._end.touch()
-        told, faults, retries = Acknowledged(), [], []
+        faults = []
         for name, process in self.processes.items():
             code = process.wait(90)
             if code != 0:
                 faults.append(f"{name} ended with {code}: {(self._folder / f'{name}.log').read_text()[-1500:]}")
-            for line in (self._folder / f"{name}.report").read_text().splitlines():
+        told, said, retries = self.so_far()
+        return told, [*faults, *said], retries
+
+    def so_far(self) -> tuple[Acknowledged, list[str], list[str]]:
+        """What they were told until now, the faults that they named, and their retries."""
+        told, faults, retries = Acknowledged(), [], []
+        for name in self.processes:
+            report = self._folder / f"{name}.report"
+            # The last line may be half written.
+            for line in report.read_text().split("\n")[:-1] if report.exists() else ():
                 match json.loads(line):
                     case ["rollout", rollout_id]:
                         told.rollouts.add(rollout_id)
@@ -87,6 +103,40 @@ class Clients:
                     case ["fault", text]:
                         faults.append(f"{name}: {text}")
         return told, faults, retries
+
+
+class Retention:
+    """Retention of a database again and again on a thread, as the clock of one more replica in more of a hurry."""
+
+    def __init__(self, database_url: str) -> None:
+        self._url = database_url
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._sweep()), name="retention")
+        self.faults: list[BaseException] = []
+        self.dropped = 0
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    async def _sweep(self) -> None:
+        database = connect(self._url, pool_size=1)
+        try:
+            while not self._ended.is_set():
+                try:
+                    self.dropped += sum((await retention.sweep(database)).values())
+                except Exception as error:  # noqa: BLE001 - the test looks at them
+                    if not is_connection_fault(error):
+                        self.faults.append(error)
+                await asyncio.sleep(0.3)
+        finally:
+            await database.close()
 
 
 def publish(run: Run, folder: Path, version: int) -> PolicyRef:

@@ -3,13 +3,15 @@
 `python load_client.py ROLE NAME RUN REPORT END URL TOKEN [URL TOKEN]`: with two addresses a client uses both; it
 works until the file END is there.
 Each line of REPORT is one acknowledgement, flushed as it came: ["rollout", id], ["reward", id, value],
-["reserve", update, rollout, revision], ["commit", update, number], ["active", version]. Every retry is a line
+["reserve", update, rollout, revision], ["commit", update, number], ["active", version], ["rewind", id],
+["release", rollouts]. Every retry is a line
 ["retry", text], and what a client must not be told a line ["fault", text].
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import math
@@ -28,18 +30,26 @@ from coordinator.client import (
     DriftSuspect,
     LeaseExpired,
     LineConflict,
+    NotActivated,
     Refused,
     Run,
     UpdateFenced,
     Worker,
 )
 from coordinator.client.rollouts import Candidates, Trajectory
-from coordinator.wire.policies import PolicyRef
+from coordinator.wire.policies import BaseModelIdentity, PolicyRef
 from coordinator.wire.rollouts import Reward, Rollout, Span
 from coordinator.wire.runs import GenerationContract
 from coordinator.wire.updates import Discard
 
 LOG_PROB = math.log(0.5)
+ENOUGH_WAITING = 800
+"""Producers make nothing new while so many rollouts wait for a reward or for an update."""
+LOSES = frozenset({
+    "partial_group", "policy_withdrawn", "beyond_retention", "commit_rewound", "non_monotonic_version",
+    "policy_conflict", "policy_state", "update_not_committed", "activation_open", "activation_ended",
+})  # fmt: skip
+"""Refusals that whoever competes must expect, beside those with a class of their own."""
 
 
 class Report:
@@ -77,11 +87,15 @@ def produce(runs: Sequence[Run], worker_id: str, end: Path, report: Report) -> N
         heard = worker.heartbeat()
         for policy in (heard.active, heard.candidate):
             if policy is not None and policy.version not in acked:
-                assert worker.ack(policy.version, policy.artifact_hash).matching
-                acked.add(policy.version)
+                if worker.ack(policy.version, policy.artifact_hash).matching:
+                    acked.add(policy.version)
+                else:  # it was withdrawn or given up just now: the active one is to be confirmed again
+                    acked.clear()
         report.write("active", heard.active.version)
-        ready += [_group(worker, heard.active, contract, f"{worker_id}:{number + n}") for n in range(4)]
-        number += 4
+        counts = runs[0].counts().rollouts
+        if counts["generated"] + counts["rewarded"] < ENOUGH_WAITING:
+            ready += [_group(worker, heard.active, contract, f"{worker_id}:{number + n}") for n in range(4)]
+            number += 4
         batches = [[rollout for members in ready[-6:] for rollout in members] for _ in runs]
         for batch in batches:
             random.shuffle(batch)
@@ -130,7 +144,11 @@ def judge(runs: Sequence[Run], name: str, end: Path, report: Report) -> None:
     """Rewards whatever is unrewarded; some first time out, and some rewards are sent by several judges at once."""
     while not end.exists():
         run = random.choice(runs)
-        waiting = [r.rollout_id for state in ("generated", "reward_failed") for r in run.rollouts(state=state)]
+        waiting = [
+            row.rollout_id
+            for state in ("generated", "reward_failed")
+            for row in itertools.islice(run.rollouts(state=state), 200)
+        ]
         random.shuffle(waiting)
         rewards = [
             Reward(rollout_id=rollout_id, status="timeout", ruleset_id="count", ruleset_hash="d" * 64)
@@ -150,7 +168,8 @@ def judge(runs: Sequence[Run], name: str, end: Path, report: Report) -> None:
         for sent, verdict in zip(rewards, run.reward(rewards).verdicts, strict=True):
             if verdict.verdict in ("stored", "duplicate") and sent.value is not None:
                 report.write("reward", sent.rollout_id, sent.value)
-            elif verdict.verdict not in ("recorded_failure", "stored"):
+            # One that was consumed and dropped by retention since it was listed: another judge was faster.
+            elif verdict.verdict not in ("recorded_failure", "stored", "missing_rollout"):
                 report.write("fault", f"reward of {sent.rollout_id}: {verdict.verdict} {verdict.detail}")
 
 
@@ -161,7 +180,7 @@ def train(runs: Sequence[Run], name: str, end: Path, report: Report) -> None:
         number += 1
         run = random.choice(runs)
         with _lost_races(), run.update(f"{name}:{number}") as update:
-            found = update.candidates(3) if random.random() < 0.5 else _anyone_s(run)
+            found = update.candidates(6) if random.random() < 0.5 else _anyone_s(run)
             if len(found) == 0:
                 update.abort("nothing to do")
                 time.sleep(0.1)
@@ -185,7 +204,7 @@ def train(runs: Sequence[Run], name: str, end: Path, report: Report) -> None:
 def _anyone_s(run: Run) -> Candidates:
     """Two of the oldest rewarded groups, whoever may hold them."""
     groups: defaultdict[str, list[Trajectory]] = defaultdict(list)
-    for row in run.rollouts(state="rewarded"):
+    for row in itertools.islice(run.rollouts(state="rewarded"), 100):
         assert row.reward is not None
         groups[row.group_id].append(
             Trajectory(
@@ -217,7 +236,7 @@ def _lost_races() -> Iterator[None]:
     except (LineConflict, LeaseExpired, UpdateFenced, DriftSuspect):
         pass
     except Refused as error:
-        if error.code != "partial_group":  # a member was rewarded since this trainer looked
+        if error.code not in LOSES:
             raise
 
 
@@ -231,8 +250,8 @@ def _watched(report: Report) -> Iterator[None]:
 
 
 def rewind(runs: Sequence[Run], name: str, end: Path, report: Report) -> None:
-    """Now and then goes back by up to three commits, as a trainer that restored a checkpoint, and releases what an
-    update quarantined."""
+    """Now and then goes back by up to three commits, as a trainer that restored a checkpoint, and activates the version
+    that restores an older one where the active one was withdrawn."""
     number = 0
     while not end.exists():
         time.sleep(random.uniform(0.5, 1.5))
@@ -247,11 +266,64 @@ def rewind(runs: Sequence[Run], name: str, end: Path, report: Report) -> None:
                     back, "a checkpoint was restored", rewind_id=f"{name}:{number}",
                     consumed=random.choice(("release", "spent")),
                 )  # fmt: skip
-        for update in updates[-3:]:
-            run.release_quarantined_by(update.update_id, random.choice(("policy_drift", "update_aborted")))
+                report.write("rewind", f"{name}:{number}")
+        policies = {policy.version: policy for policy in run.policies()}
+        newest = policies[max(policies)]
+        if policies[run.view().active.version].state == "withdrawn" and newest.state == "committed":
+            with _lost_races():
+                run.open_activation(newest.version, f"{name}:{newest.version}")
 
 
-ROLES = {"produce": produce, "judge": judge, "train": train, "rewind": rewind}
+def operate(runs: Sequence[Run], name: str, end: Path, report: Report) -> None:
+    """Releases what is in quarantine, some by name and some by the update that put it there."""
+    while not end.exists():
+        time.sleep(random.uniform(0.2, 0.6))
+        run = random.choice(runs)
+        held = [row.rollout_id for row in itertools.islice(run.rollouts(state="quarantined"), 200)]
+        released = []
+        if held:
+            released += run.release(random.sample(held, min(24, len(held)))).verdicts
+        for update in run.updates()[-3:]:
+            reason = random.choice(("policy_drift", "update_aborted"))
+            released += run.release_quarantined_by(update.update_id, reason).verdicts
+        count = sum(verdict.verdict == "released" for verdict in released)
+        if count:
+            report.write("release", count)
+
+
+def publish(runs: Sequence[Run], name: str, end: Path, report: Report) -> None:
+    """Makes a version of the newest commit that it sees, and activates it."""
+    base_model = BaseModelIdentity(name="tiny", revision="1", sha256="c" * 64)
+    number = 0
+    while not end.exists():
+        time.sleep(random.uniform(0.3, 1.5))
+        number += 1
+        folder = end.with_name(f"{name}-{number}")
+        folder.mkdir()
+        (folder / "adapter.bin").write_bytes(f"{name} {number}".encode())
+        run = random.choice(runs)
+        with _lost_races():
+            committed = [u for u in run.updates() if u.state == "committed" and u.commit_no == u.last_commit_no]
+            policies = run.policies()
+            version = max(policy.version for policy in policies) + 1
+            parent = max(policy.version for policy in policies if policy.state in ("active", "retired"))
+            made_by = [update.update_id for update in committed]
+            run.publish(version=version, parent_version=parent, folder=folder, base_model=base_model, updates=made_by)
+            try:
+                run.activate(version, f"{name}:{version}", wait_seconds=10)
+            except NotActivated as failed:
+                if failed.activation.state == "open":
+                    run.give_up(failed.activation.activation_id, "it took too long")
+
+
+ROLES = {
+    "produce": produce,
+    "judge": judge,
+    "train": train,
+    "rewind": rewind,
+    "operate": operate,
+    "publish": publish,
+}
 
 
 def main() -> None:
