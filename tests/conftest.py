@@ -39,3 +39,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--kills", default=34, type=int, help="kills of a coordinator in tests/faults/test_kill_campaign.py"
     )
+    parser.addoption(
+        "--model-examples",
+        default=None,
+        type=int,
+        help="random runs of tests/model/test_model.py, new ones each time; left out: the same 40",
+    )

@@ -1,7 +1,11 @@
-"""The service against the ledger in memory."""
+"""The service against the ledger in memory.
+
+`pytest tests/model --model-examples 1000` is a longer search, elsewhere each time.
+"""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
@@ -9,14 +13,17 @@ from tests.ledger_checker import check_ledger
 from tests.model.machine import LedgerMachine
 from tests.model.service import serving
 
+FIXED_EXAMPLES = 40
 
-def test_the_service_agrees_with_the_ledger_in_memory(database_url: str) -> None:
+
+def test_the_service_agrees_with_the_ledger_in_memory(database_url: str, pytestconfig: pytest.Config) -> None:
+    searched = pytestconfig.getoption("model_examples")
     with serving(database_url) as LedgerMachine.service:
         run_state_machine_as_test(
             LedgerMachine,
             settings=settings(
-                derandomize=True,
-                max_examples=40,
+                derandomize=searched is None,
+                max_examples=searched or FIXED_EXAMPLES,
                 stateful_step_count=40,
                 deadline=None,
                 suppress_health_check=list(HealthCheck),
