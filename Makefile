@@ -3,11 +3,12 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format clean
+.PHONY: help setup demo test bench lint format clean
 
 help:
 	@echo "make demo     two vLLM workers, a verl trainer and the coordinator, on this machine's CPU"
 	@echo "make test     lint, types, import contracts, then every test"
+	@echo "make bench    rollouts in and out of the coordinator, beside the same statements without HTTP"
 	@echo "make setup    the environment in .venv (demo and test do this themselves)"
 	@echo "make lint     ruff, mypy and import-linter alone"
 	@echo "make format   let ruff format and fix the code"
@@ -24,6 +25,9 @@ demo: setup
 
 test: lint
 	@$(BIN)/python -m pytest --numprocesses=2 --dist=loadgroup tests
+
+bench: setup
+	@$(BIN)/python -m benchmarks.ledger
 
 lint: setup
 	@$(BIN)/ruff check .
