@@ -53,8 +53,6 @@ async def open_activation(
         raise Refusal("policy_version_unknown", f"the run has no policy version {version}")
     if policy.state not in ("prepared", "committed"):
         raise Refusal("policy_state", f"version {version} is {policy.state}")
-    if policy.files_removed_at is not None:
-        raise Refusal("policy_state", f"the files of version {version} were removed by retention")
     if version <= run.active.version:
         raise Refusal("non_monotonic_version", f"version {run.active.version} is active already")
     opened = await _row(connection, queries.OPEN_ACTIVATION, run)

@@ -28,13 +28,14 @@ RUNS_WITH_RETENTION = text("""
     SELECT run_id FROM runs WHERE settings ->> 'artifact_retention_seconds' IS NOT NULL ORDER BY run_no
 """)
 
-# Versions that ended long ago and are not active, loading, served by a live worker, or the nearest version that a
-# rewind or a rollback could bring back.
+# Versions that ended long ago (one that was overtaken before it became active: that was committed) and are not active,
+# loading, served by a live worker, or the nearest version that a rewind or a rollback could bring back.
 _OVER = f"""
-    v.run_no = :run_no AND v.kind <> 'base' AND v.uri IS NULL AND v.files_removed_at IS NULL
+    v.run_no = :run_no AND v.kind NOT IN ('base', 'stream') AND v.uri IS NULL AND v.files_removed_at IS NULL
     AND v.state IN ('committed', 'retired', 'abandoned', 'withdrawn')
     AND COALESCE(v.ended_at, v.committed_at) < clock_timestamp() - make_interval(secs => :seconds)
     AND v.version <> (SELECT active_version FROM runs WHERE run_no = :run_no)
+    AND (v.state <> 'committed' OR v.version < (SELECT active_version FROM runs WHERE run_no = :run_no))
     AND NOT EXISTS (
         SELECT FROM activations a
         WHERE a.run_no = :run_no AND a.version = v.version AND a.state IN ('waiting', 'open'))

@@ -120,12 +120,15 @@ async def test_what_is_loading_stays_and_goes_when_it_was_given_up(ledger: Ledge
     assert stored(ledger) == {sha256(1)}
 
 
-async def test_a_version_without_files_cannot_be_loaded_or_brought_back(ledger: Ledger) -> None:
+async def test_what_may_still_become_active_stays_and_what_was_overtaken_goes(ledger: Ledger) -> None:
     await line_of(ledger, 1)
     await ledger.publish(2, 1)
+    await ledger.publish(3, 1)
+    assert await sweep(ledger) == []
+    ok(await ledger.activation(3))
+    await ledger.ack("w", 3)
     assert await sweep(ledger) == [2]
-    problem = refused(await ledger.activation(2), 409, "policy_state")
-    assert "retention" in problem["detail"]
+    refused(await ledger.activation(2), 409, "non_monotonic_version")
     assert ok(await ledger.call("POST", "/policies/2/commit"))["state"] == "committed"
 
 
@@ -188,13 +191,12 @@ async def test_a_rewind_restores_the_nearest_version_that_has_its_files(ledger: 
     ok(await ledger.commit())
     await ledger.publish(2, 1)
     await ledger.publish(3, 1)
-    assert await sweep(ledger) == [2, 3]
     ok(await ledger.prepare(4, 1, b"weights 4", updates=["u"]))
     ok(await ledger.upload(4, b"weights 4"))
     ok(await ledger.call("POST", "/policies/4/commit"))
     ok(await ledger.activation(4))
     await ledger.ack("w", 4)
-    assert await sweep(ledger) == []
+    assert await sweep(ledger) == [2, 3]
     answer = ok(await ledger.call("PUT", "/rewinds/r", {"to_commit_no": 0, "reason": "lost"}))
     assert (answer["restoring"]["parent_version"], answer["restoring"]["state"]) == (1, "committed")
 
@@ -268,3 +270,17 @@ async def test_bytes_that_are_just_being_named_wait_for_it_and_stay(ledger: Ledg
         assert not removing.done()
     assert await removing == [1]
     assert sha256(1) in stored(ledger)
+
+
+async def test_nobody_rolls_back_to_a_version_whose_files_are_gone(ledger: Ledger) -> None:
+    await line_of(ledger, 3)
+    assert await sweep(ledger) == [1]
+    problem = refused(
+        await ledger.call("PUT", "/rollbacks/r", {"to_version": 1, "reason": "worse"}), 409, "policy_not_durable"
+    )
+    assert "retention" in problem["detail"]
+    answer = ok(await ledger.call("PUT", "/rollbacks/s", {"to_version": 2, "reason": "worse"}))
+    assert (answer["restoring"]["version"], answer["restoring"]["state"]) == (4, "committed")
+    # Version 2 and the one that restores it have the same bytes, which nothing may take away now.
+    assert await sweep(ledger) == []
+    assert sha256(2) in stored(ledger)

@@ -71,6 +71,7 @@ def test_bytes_that_somebody_names_again_while_they_go_are_there_when_it_has_com
     """What a version ended with is published again, by its own run and by another, while the files are removed."""
     ending = everywhere(coordinators, **SOON)
     keeping = [coordinators[1].run(new_run(coordinators[0]).id), coordinators[0].run(new_run(coordinators[0]).id)]
+    new_worker(ending[0])
     removed = 0
 
     def sweep() -> None:
@@ -81,8 +82,8 @@ def test_bytes_that_somebody_names_again_while_they_go_are_there_when_it_has_com
         for number in range(1, 41):
             content = os.urandom(20_000)
             folder = folder_of(tmp_path / str(number), content)
-            # Committed and never activated: its files may go from now on.
             ending[0].publish(version=number, parent_version=0, folder=folder, base_model=BASE)
+            give_up(ending[1], number)  # from now on its files may go
 
             def keep(run: Run, number: int = number, folder: Path = folder) -> None:
                 run.publish(version=number, parent_version=number - 1, folder=folder, base_model=BASE)
