@@ -100,7 +100,7 @@ async def test_it_ends_after_a_time_with_all_that_was_there(ledger: Ledger) -> N
         assert numbers([event async for event in stream]) == [1, 2, 3]
     async with streaming(ledger.api, "?after=3&wait_seconds=0") as stream:
         assert [event async for event in stream] == []
-    async with streaming(ledger.api, "?wait_seconds=0.3") as stream:
+    async with streaming(ledger.api, "?wait_seconds=4") as stream:
         await stream.next()
         await happen(ledger, 1)
         assert numbers([event async for event in stream]) == [4]
