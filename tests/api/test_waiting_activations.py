@@ -65,7 +65,7 @@ async def test_only_the_newest_waits(ledger: Ledger) -> None:
 
 async def test_the_one_that_waits_opens_after_a_failure_and_after_giving_up(api: Api) -> None:
     for how in ("deadline", "give-up"):
-        ledger = await Ledger.create(api, how, activation_deadline_seconds=1 if how == "deadline" else 300)
+        ledger = await Ledger.create(api, how, activation_deadline_seconds=3 if how == "deadline" else 300)
         await ledger.worker()
         await published(ledger, 1, 2)
         ok(await ledger.activation(1))
@@ -197,7 +197,7 @@ async def test_lost_and_fenced_workers_are_dropped_at_once_with_a_record(api: Ap
 
 
 async def test_the_silent_are_dropped_at_the_deadline(api: Api) -> None:
-    ledger = await dropping(api, activation_deadline_seconds=1.5, min_workers=2)
+    ledger = await dropping(api, activation_deadline_seconds=4, min_workers=2)
     ok(await ledger.activation(1))
     await ledger.ack("a", 1)
     await ledger.ack("b", 1)
@@ -207,7 +207,7 @@ async def test_the_silent_are_dropped_at_the_deadline(api: Api) -> None:
 
 
 async def test_too_few_are_left(api: Api) -> None:
-    ledger = await dropping(api, activation_deadline_seconds=1.5, min_workers=2)
+    ledger = await dropping(api, activation_deadline_seconds=4, min_workers=2)
     ok(await ledger.activation(1))
     await ledger.ack("a", 1)
     ok(await ledger.call("POST", "/workers/b/fence", {"reason": "test"}))
@@ -242,7 +242,7 @@ async def test_a_sleeper_is_required_and_not_dropped(api: Api) -> None:
 
 
 async def test_by_hand_nobody_is_dropped_for_a_switch_that_nobody_made(api: Api) -> None:
-    ledger = await dropping(api, activation="by_hand", activation_deadline_seconds=1.5)
+    ledger = await dropping(api, activation="by_hand", activation_deadline_seconds=4)
     ok(await ledger.activation(1))
     for name in ("a", "b", "c"):
         await ledger.ack(name, 1)
