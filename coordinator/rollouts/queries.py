@@ -393,6 +393,7 @@ REFRESH_GROUPS = f"""
                 max(r.attempt) FILTER (WHERE r.state IN ('reward_failed', 'generation_failed')) = max(r.attempt)
                 AND max(r.attempt) + 1 < :max_attempts, false) AS pending,
             count(*) FILTER (WHERE r.state = 'rewarded') AS rewarded,
+            bool_or(r.state = 'reserved') AS bound,
             min(r.oldest_clock) FILTER (WHERE r.state = 'rewarded') AS oldest_clock,
             max(r.oldest_clock) FILTER (WHERE r.state = 'rewarded') AS freshest_clock,
             max(r.newest_clock) FILTER (WHERE r.state = 'rewarded') AS newest_clock
@@ -401,7 +402,7 @@ REFRESH_GROUPS = f"""
         GROUP BY g.group_id, r.sample_index
     ), counted AS MATERIALIZED (
         SELECT group_id,
-            CAST(sum(rewarded) AS int) AS rewarded,
+            CAST(sum(rewarded) AS int) AS rewarded, bool_or(bound) AS bound,
             count(*) FILTER (WHERE usable OR NOT pending) >= :group_size AS settled,
             count(*) FILTER (WHERE NOT usable AND NOT pending) > :group_size - CAST(:usable_needed AS int) AS hopeless,
             min(oldest_clock) AS oldest_clock, max(freshest_clock) AS freshest_clock, max(newest_clock) AS newest_clock
@@ -410,7 +411,7 @@ REFRESH_GROUPS = f"""
         UPDATE groups g SET
             state = CASE WHEN g.state = 'open' AND c.hopeless THEN 'refused' ELSE g.state END,
             rewarded = CASE WHEN g.state = 'open' AND c.hopeless THEN 0 ELSE c.rewarded END,
-            settled = c.settled, oldest_clock = c.oldest_clock, freshest_clock = c.freshest_clock,
+            settled = c.settled, bound = c.bound, oldest_clock = c.oldest_clock, freshest_clock = c.freshest_clock,
             newest_clock = c.newest_clock
         FROM counted c
         WHERE g.run_no = :run_no AND g.group_id = ANY(CAST(:group_ids AS text[])) AND g.group_id = c.group_id

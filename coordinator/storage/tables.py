@@ -309,6 +309,7 @@ groups = Table(
     Column("ruleset_no", Integer),
     Column("rewarded", Integer, nullable=False, server_default=text("0")),
     Column("settled", Boolean, nullable=False, server_default=text("false")),
+    Column("bound", Boolean, nullable=False, server_default=text("false")),
     Column("oldest_clock", Integer),
     Column("freshest_clock", Integer),
     Column("newest_clock", Integer),

@@ -60,7 +60,8 @@ _HOLDER_LIVES = """EXISTS (
         SELECT FROM updates u WHERE u.run_no = g.run_no AND u.update_id = g.held_by
             AND u.state = 'open' AND u.lease_until > clock_timestamp())"""
 
-# A group that this update may be offered: whole, admissible and not held by another update that lives.
+# A group that this update may be offered: whole, admissible, not held by another update that lives, and not bound: a
+# latecomer alone would split it.
 _OFFERED = f"""
     g.run_no = :run_no AND g.state = 'open' AND g.rewarded >= :usable_needed AND g.rewarded > 0
     AND (g.settled OR g.deadline_at <= clock_timestamp())
@@ -68,6 +69,7 @@ _OFFERED = f"""
     AND (NOT :gate_lag OR g.freshest_clock >= :lag_clock - CAST(:max_lag AS int))
     AND (g.held_by IS NULL OR g.held_by = :update_id OR g.held_until <= clock_timestamp()
          OR NOT {_HOLDER_LIVES})
+    AND NOT g.bound
 """
 _OWN_FIRST = "(g.held_by IS NOT DISTINCT FROM :update_id) DESC, g.oldest_clock, g.first_arrival_at, g.group_id"
 
@@ -149,9 +151,11 @@ EMPTY = text(f"""
             count(*) FILTER (WHERE g.contract_no <> CAST(:contract_no AS int)) AS other_contract,
             min(g.first_arrival_at) AS first_arrival_at,
             count(*) FILTER (WHERE h.others) AS held,
-            min(g.held_until) FILTER (WHERE h.others) - make_interval(secs => :hold_seconds) AS held_since
+            COALESCE(min(g.held_until) FILTER (WHERE h.others) - make_interval(secs => :hold_seconds),
+                     min(g.first_arrival_at) FILTER (WHERE h.others)) AS held_since
         FROM groups g, LATERAL (
-            SELECT g.held_by <> :update_id AND g.held_until > clock_timestamp() AND {_HOLDER_LIVES} AS others
+            SELECT g.bound OR (g.held_by <> :update_id AND g.held_until > clock_timestamp() AND {_HOLDER_LIVES})
+                AS others
         ) AS h
         WHERE g.run_no = :run_no AND g.state = 'open' AND g.rewarded > 0
     ) AS o
@@ -200,7 +204,7 @@ def _verdict() -> str:
 
 # Decides each named rollout in the order of reasons and binds those that are reserved, in one statement.
 # The update's row and the rows of the groups are locked; its lease may have ended while it waited for them.
-# `unnamed` is a rewarded member that the call left out.
+# `unnamed` is a rewarded member that the call left out, `elsewhere` that another update holds members of the group.
 RESERVE = f"""
     WITH alive AS MATERIALIZED (
         SELECT CAST(:live AS bool) AND EXISTS (
@@ -241,11 +245,17 @@ RESERVE = f"""
                SELECT s.rollout_id FROM rollouts s
                WHERE s.run_no = :run_no AND s.{{group}} = judged.group_key AND s.state = 'rewarded'
                  AND NOT s.rollout_id = ANY(CAST(:rollout_ids AS text[]))
-               ORDER BY s.rollout_id LIMIT 1) END AS unnamed
+               ORDER BY s.rollout_id LIMIT 1) END AS unnamed,
+            CASE WHEN bool_or(verdict = 'reserved') AND (
+               SELECT bound FROM groups WHERE run_no = :run_no AND group_id = judged.group_key) THEN (
+               SELECT s.rollout_id FROM rollouts s
+               WHERE s.run_no = :run_no AND s.{{group}} = judged.group_key AND s.state = 'reserved'
+                 AND s.update_id <> :update_id LIMIT 1) END AS elsewhere
         FROM judged GROUP BY group_key
     ), finals AS (
         SELECT j.*, u.unnamed,
-            CASE WHEN j.verdict = 'reserved' AND u.n < :usable_needed THEN 'group_refused' ELSE j.verdict END AS final
+            CASE WHEN j.verdict = 'reserved' AND (u.n < :usable_needed OR u.elsewhere IS NOT NULL) THEN 'group_refused'
+                 ELSE j.verdict END AS final
         FROM judged j LEFT JOIN usable u USING (group_key)
     ), decided AS (
         SELECT *, CASE final

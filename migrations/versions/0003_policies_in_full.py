@@ -25,6 +25,14 @@ def upgrade() -> None:
     op.add_column(
         "workers", sa.Column("must_ack_active", sa.Boolean(), server_default=sa.text("false"), nullable=False)
     )
+    op.add_column("groups", sa.Column("bound", sa.Boolean(), server_default=sa.text("false"), nullable=False))
+    op.execute(
+        """
+        UPDATE groups g SET bound = true FROM rollouts r JOIN runs n USING (run_no)
+        WHERE r.run_no = g.run_no AND r.state = 'reserved' AND g.group_id =
+            CASE WHEN n.settings ->> 'group_size' IS NULL THEN r.rollout_id ELSE r.group_id END
+        """
+    )
     op.drop_column("acks", "digest")
     for name in ("digest_layout", "digest_registered", "digest_active"):
         op.add_column("acks", sa.Column(name, sa.Text(), nullable=True))

@@ -302,3 +302,21 @@ async def test_binding_in_arrow_is_the_same(api: Api) -> None:
     for answer in (in_json, in_arrow):
         answer.pop("reserved")
     assert in_arrow == in_json | {"rollouts": [r | {"revision": 2} for r in in_json["rollouts"]]}
+
+
+async def test_a_latecomer_to_a_group_that_another_update_holds_is_not_offered_and_not_bound(api: Api) -> None:
+    """Bound by itself it would split the group between two updates."""
+    ledger = await Ledger.create(api, group_size=2, min_usable=1, max_attempts=2, hold_seconds=0.001)
+    await ledger.worker()
+    ids = await ledger.group("g")
+    ok(await ledger.open("u"))
+    assert await ledger.reserve(*ids) == ["reserved", "reserved"]
+    await ledger.submit(ledger.rollout("late", "g", 1, attempt=1))
+    await ledger.reward("late")
+    ok(await ledger.open("other", owner="t-2"))
+    for update, owner in (("other", "t-2"), ("u", "t-1")):
+        assert (await ledger.candidates(update, owner=owner))["rollouts"] == []
+    assert await ledger.reserve("late", update="other", owner="t-2") == ["group_refused"]
+    assert (await ledger.state("late"))[:2] == ("rewarded", None)
+    ok(await ledger.commit("u"))
+    assert (await ledger.state("late"))[:2] == ("offline", "group_spent")

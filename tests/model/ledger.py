@@ -921,7 +921,7 @@ class Ledger:
             and (r.reason == "group_refused" or (r.reason == "group_spent" and r.changes[-1].origin != "quarantined"))
         ]
         for rollout in back:
-            self.move(rollout, "rewind", self._by_reward(rollout), rewind_id)
+            self.move(rollout, "rewind", self._by_reward(rollout), f"rewind {rewind_id}")
         for key in keys:
             self.groups[key].state, self.groups[key].holder = "open", None
         self.recount(keys)

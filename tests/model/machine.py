@@ -246,6 +246,30 @@ class LedgerMachine(RuleBasedStateMachine):
             self.both("submit", items)
             self.both("submit_rewards", [self.reward(data, item.rollout_id) for item in items])
 
+    def free_places(self) -> list[tuple[str, int, int]]:
+        """Members of spent groups, and attempts at them, that have not come yet."""
+        settings = self.ledger.settings
+        if settings.group_size is None:
+            return []
+        there = {
+            (r.item.group_id, r.item.index, r.item.attempt)
+            for r in {**self.ledger.tombstones, **self.ledger.rollouts}.values()
+        }
+        return [
+            place
+            for key, group in self.ledger.groups.items()
+            if group.state == "spent"
+            for index in range(settings.group_size)
+            for attempt in range(settings.max_attempts)
+            if (place := (key, index, attempt)) not in there
+        ]
+
+    @often(3, lambda self: self.free_places())
+    def a_latecomer(self, data: st.DataObject) -> None:
+        """Too late for its group, unless a rewind opens that again."""
+        group, index, attempt = data.draw(st.sampled_from(self.free_places()), label="place")
+        self.both("submit", [self.item(data, group, index, attempt, self.spans(data))])
+
     @often(1)
     def fail_generation(self, data: st.DataObject) -> None:
         count = data.draw(st.integers(1, 3), label="items")
