@@ -115,7 +115,7 @@ FREEZE_WORKERS = text(f"""
 """)
 
 # The required workers of activations with what they said. An ack counts only from the incarnation that is live,
-# only for the activation that it was given to, and not once the worker was fenced after it.
+# only for the activation that it was given to (a fence takes that away), and not while the worker is fenced.
 REQUIRED_WORKERS = text("""
     SELECT q.activation_id, q.worker_id, w.incarnation, k.matching, k.detail, k.acked_at, k.version AS acked_version,
            k.artifact_hash AS acked_hash

@@ -50,7 +50,10 @@ BEAT = text("""
     RETURNING worker_id
 """)
 
-SET_DRAINING = text("UPDATE workers SET draining = true WHERE run_no = :run_no AND worker_id = :worker_id")
+SET_DRAINING = text("""
+    UPDATE workers SET draining = true WHERE run_no = :run_no AND worker_id = :worker_id AND NOT draining
+    RETURNING worker_id
+""")
 
 SET_DEREGISTERED = text("""
     UPDATE workers SET draining = true, deregistered_at = clock_timestamp()
@@ -60,6 +63,13 @@ SET_DEREGISTERED = text("""
 SET_FENCED = text("""
     UPDATE workers SET fenced_reason = :reason, must_ack_active = must_ack_active AND CAST(:reason AS text) IS NOT NULL
     WHERE run_no = :run_no AND worker_id = :worker_id
+""")
+
+# What a worker confirmed before it was fenced counts for no activation any more; for rollouts it still vouches.
+VOID_ACKS = text("""
+    UPDATE acks SET activation_id = NULL
+    WHERE run_no = :run_no AND worker_id = :worker_id AND activation_id IS NOT NULL AND matching
+      AND activation_id IN (SELECT activation_id FROM activations WHERE run_no = :run_no AND state = 'open')
 """)
 
 STORE_ACK = text("""
@@ -76,7 +86,8 @@ STORE_ACK = text("""
     RETURNING (xmax = 0) AS first
 """)
 
-# Whether the worker's last word was just this. After it served something else the same ack is news again.
+# Whether the worker's last word was just this, and was judged as now: another's word, or the version's end, may have
+# changed that. After it served something else the same ack is news again.
 SAME_ACK = text("""
     SELECT 1 AS same FROM acks
     WHERE NOT EXISTS (

@@ -147,10 +147,9 @@ async def drain(
 ) -> WorkerView:
     """Takes the worker out of activations to come; it may finish what it has begun."""
     run = await lock_run(connection, run_id)
-    worker = await _live(connection, run, worker_id, body.incarnation)
-    if worker.state != "draining":
-        keys = {"run_no": run.run_no, "worker_id": worker_id}
-        await connection.execute(queries.SET_DRAINING, keys)
+    await _live(connection, run, worker_id, body.incarnation)
+    keys = {"run_no": run.run_no, "worker_id": worker_id}
+    if await connection.scalar(queries.SET_DRAINING, keys) is not None:
         await record_event(connection, run.run_no, "worker.draining", worker_id, caller.actor)
         await fleet.leave(connection, run, worker_id, "draining", caller.actor)
     return await find_worker(connection, run, worker_id)
@@ -172,7 +171,10 @@ async def deregister(
 
 
 async def _fence(connection: AsyncConnection, run: Run, worker_id: str, reason: str | None, actor: str) -> None:
+    """Fences the worker, or lifts that where there is no reason. What it confirmed until now counts no more."""
     await connection.execute(queries.SET_FENCED, {"run_no": run.run_no, "worker_id": worker_id, "reason": reason})
+    if reason is not None:
+        await connection.execute(queries.VOID_ACKS, {"run_no": run.run_no, "worker_id": worker_id})
     event = "worker.fenced" if reason is not None else "worker.unfenced"
     await record_event(connection, run.run_no, event, worker_id, actor, reason=reason)
 
@@ -243,18 +245,22 @@ async def take_ack(connection: AsyncConnection, run_id: str, worker_id: str, bod
             caches_reset=parameters["caches_reset"],
             activation_id=activation_id,
         )
-    if reason not in ("ok", "policy_withdrawn") and worker.fenced_reason is None:
+    keys = {"run_no": run.run_no, "worker_id": worker_id}
+    if reason not in ("ok", "policy_withdrawn") and not worker.fenced:
         await _fence(connection, run, worker_id, reason, caller.actor)
-    if (
+    elif reason not in ("ok", "policy_withdrawn"):
+        await connection.execute(queries.VOID_ACKS, keys)
+    lifted = (
         reason == "ok"
         and worker.fenced
-        and (
-            body.version == run.active.version
-            or not await connection.scalar(queries.MUST_ACK_ACTIVE, {"run_no": run.run_no, "worker_id": worker_id})
-        )
-    ):
+        and (body.version == run.active.version or not await connection.scalar(queries.MUST_ACK_ACTIVE, keys))
+    )
+    if lifted:
         await _fence(connection, run, worker_id, None, caller.actor)
     verdict = await activation.switch_if_ready(connection, run, body.version, caller.actor)
+    if lifted and opened is not None and opened.version != body.version:
+        # A dropped worker may have confirmed the candidate before the active version: that counts from now on.
+        await activation.switch_if_ready(connection, run, opened.version, caller.actor)
     return AckVerdict.model_validate(
         {"matching": reason == "ok", "reason": reason, "detail": detail, "activation": verdict}
     )

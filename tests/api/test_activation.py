@@ -330,3 +330,42 @@ async def test_an_ack_that_was_followed_by_a_fence_does_not_count(ledger: Ledger
     assert (verdict["activated"], verdict["reason"]) == (False, "missing_worker_ack")
     assert verdict["missing_workers"] == ["w"]
     assert (await ledger.ack("w", 1))["activation"]["activated"]
+
+
+@pytest.mark.parametrize("fenced_by", ["failure", "fence", "mismatch", "mismatch while fenced"])
+async def test_a_fence_that_was_lifted_does_not_bring_earlier_acks_back(ledger: Ledger, fenced_by: str) -> None:
+    """Serving the active version again says nothing of the candidate, which must be confirmed anew."""
+    await ledger.worker("w2")
+    await ledger.publish(1, 0)
+    ok(await ledger.activation(1))
+    await ledger.ack("w", 1)
+    if fenced_by == "failure":
+        body = {"incarnation": "w-1", "version": 1, "stage": "load", "message": "out of memory after all"}
+        ok(await ledger.call("POST", "/workers/w/failures", body))
+    elif fenced_by == "fence":
+        ok(await ledger.call("POST", "/workers/w/fence", {"reason": "its disk is dying"}))
+    else:
+        if "while" in fenced_by:
+            ok(await ledger.call("POST", "/workers/w/fence", {"reason": "its disk is dying"}))
+        assert not (await ledger.ack("w", 0, artifact_hash="f" * 64))["matching"]
+    assert (await ledger.ack("w", 0))["matching"]
+    assert not (await ledger.get("/workers"))["workers"][0]["fenced"]
+    verdict = (await ledger.ack("w2", 1))["activation"]
+    assert (verdict["reason"], verdict["missing_workers"]) == ("missing_worker_ack", ["w"])
+    # What it makes with the candidate is still vouched for by the ack.
+    assert (await ledger.submit(ledger.rollout("r", version=1)))[0]["reason"] is None
+    assert (await ledger.ack("w", 1))["activation"]["activated"]
+
+
+async def test_draining_again_changes_nothing_though_the_worker_is_lost_by_now(ledger: Ledger) -> None:
+    run = await Ledger.create(ledger.api, "fleet", lost_after_seconds=0.2)
+    await run.worker("w")
+    await run.worker("v")
+    ok(await run.call("POST", "/workers/w/drain", {"incarnation": "w-1"}))
+    await run.publish(1, 0)
+    ok(await run.activation(1, required_workers=["w", "v"]))
+    await asyncio.sleep(0.3)
+    assert ok(await run.call("POST", "/workers/w/drain", {"incarnation": "w-1"}))["state"] == "lost"
+    assert [r["worker_id"] for r in (await run.get("/activations/act-1"))["required"]] == ["v", "w"]
+    events = [e["subject"] for e in (await run.get("/journal"))["entries"] if e["event"] == "worker.draining"]
+    assert events == ["w"]

@@ -149,3 +149,14 @@ async def test_asleep_is_not_lost_and_gets_no_tickets(api: Api) -> None:
     ok(await ledger.call("POST", "/workers/w/heartbeat", {"incarnation": "w-1"}))
     (worker,) = (await ledger.get("/workers"))["workers"]
     assert worker["state"] == "live" and worker["asleep_until"] is None
+
+
+async def test_the_same_ack_is_judged_anew_once_another_engine_took_its_word_back(ledger: Ledger) -> None:
+    await ledger.worker("v")
+    await published(ledger, 1, 0)
+    ok(await ledger.activation(1))
+    assert (await ledger.ack("w", 1, digest=digest("wrong")))["matching"]
+    assert not (await ledger.ack("v", 1, digest=digest("one")))["matching"]
+    assert (await ledger.ack("w", 1, digest=digest("one")))["activation"]["mismatched_workers"] == ["v"]
+    again = await ledger.ack("v", 1, digest=digest("one"))
+    assert (again["matching"], again["activation"]["reason"]) == (True, "activated")

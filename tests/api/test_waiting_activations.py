@@ -249,3 +249,18 @@ async def test_by_hand_nobody_is_dropped_for_a_switch_that_nobody_made(api: Api)
     view = await ended(ledger)
     assert (view["state"], view["dropped"]) == ("failed", [])
     assert view["reason"] == "deadline: it was ready, and nobody activated it by hand"
+
+
+async def test_the_active_version_is_the_last_thing_that_a_dropped_worker_confirms(api: Api) -> None:
+    """It confirmed the candidate before, while it was fenced: with the fence the last obstacle is gone."""
+    ledger = await dropping(api, activation_deadline_seconds=1.5, min_workers=2)
+    ok(await ledger.activation(1))
+    await ledger.ack("a", 1)
+    await ledger.ack("b", 1)
+    assert (await ended(ledger))["state"] == "succeeded"  # without c
+    await ledger.publish(2, 1)
+    ok(await ledger.activation(2, required_workers=["c"]))
+    verdict = (await ledger.ack("c", 2))["activation"]
+    assert (verdict["reason"], verdict["missing_workers"]) == ("missing_worker_ack", ["c"])
+    assert (await ledger.ack("c", 1))["activation"] is None
+    assert (await ledger.get("/activations/act-2"))["state"] == "succeeded"

@@ -51,6 +51,8 @@ class Pointer:
                 self._fenced.discard(subject)
             case "worker.fenced":
                 self._fenced.add(subject)
+                for said in self._acks.values():
+                    said.pop((subject, self._live.get(subject, "")), None)
             case "worker.unfenced":
                 self._fenced.discard(subject)
             case "worker.deregistered":
