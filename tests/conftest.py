@@ -43,5 +43,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--model-examples",
         default=None,
         type=int,
-        help="random runs of tests/model/test_model.py, new ones each time; left out: the same 40",
+        help="random runs of each model in tests/model, new ones each time; left out: the same 40",
     )

@@ -28,6 +28,7 @@ from tests.api.ledger import BASE, CONTRACT, Api, H, Json
 from tests.model.ledger import ACTIONS, BEHAVIOR, Answer, Item, Refused, Reward, Wanted
 
 T = TypeVar("T")
+C = TypeVar("C", bound="Caller")
 
 WORKERS = ("w", "slow")
 LONG = 24 * 3600
@@ -85,15 +86,15 @@ KEEP_FOR_EVER = text("""
 """)
 
 
-class Service:
+class Caller:
     """One run at a time, in one database."""
 
     def __init__(self, runner: asyncio.Runner, api: Api) -> None:
         self._runner = runner
         self.api = api
         self.run_id = ""
+        self.hashes: dict[int, str] = {}
         self._numbers = itertools.count()
-        self._last_activation = 0
 
     def do(self, work: Coroutine[Any, Any, T]) -> T:
         return self._runner.run(work)
@@ -107,16 +108,12 @@ class Service:
         assert 400 <= response.status_code < 500, response.text
         raise Refused(answer["code"])
 
-    def create(self, settings: Json) -> None:
-        """Another run, and its workers, who confirmed its first version."""
+    def begin(self, settings: Json) -> None:
+        """Another run, without workers."""
         self.run_id, self.hashes = f"run-{next(self._numbers)}", {0: artifact_hash("base", BASE, [])}
-        self._last_activation = 0
         body = {"run_id": self.run_id, "settings": settings | CLOCKS, "contract": CONTRACT, "vocab_size": 100}
         response = self.do(self.api.call("POST", "/runs", body | {"policy": {"version": 0, "base_model": BASE}}))
         assert response.status_code == 201, response.text
-        for worker in WORKERS:
-            self.call("PUT", f"/workers/{worker}", {"incarnation": "1", "engine": "hand", "engine_version": "1"})
-            self._ack(worker, 0)
 
     def execute(self, statement: Any, **parameters: Any) -> None:
         async def work() -> None:
@@ -132,6 +129,27 @@ class Service:
 
         return self.do(work())
 
+    def breaches(self) -> list[str]:
+        """What `coordinator verify` says of this run."""
+
+        async def work() -> list[str]:
+            async with snapshot(self.api.database) as connection:
+                return [str(found) async for found in verify(connection, self.run_id) if isinstance(found, Breach)]
+
+        return self.do(work())
+
+
+class Service(Caller):
+    """As `Ledger` is called."""
+
+    def create(self, settings: Json) -> None:
+        """Another run, and its workers, who confirmed its first version."""
+        self.begin(settings)
+        self._last_activation = 0
+        for worker in WORKERS:
+            self.call("PUT", f"/workers/{worker}", {"incarnation": "1", "engine": "hand", "engine_version": "1"})
+            self._ack(worker, 0)
+
     # what stands there
 
     def seen(self) -> Json:
@@ -141,15 +159,6 @@ class Service:
 
     def audit(self) -> list[tuple[Any, ...]]:
         return [tuple(row) for row in self.read(AUDIT)]
-
-    def breaches(self) -> list[str]:
-        """What `coordinator verify` says of this run."""
-
-        async def work() -> list[str]:
-            async with snapshot(self.api.database) as connection:
-                return [str(found) async for found in verify(connection, self.run_id) if isinstance(found, Breach)]
-
-        return self.do(work())
 
     def views(self) -> Json:
         """The same as the reading calls tell it."""
@@ -360,8 +369,8 @@ class Service:
 
 
 @contextmanager
-def serving(url: str) -> Iterator[Service]:
-    """The app over the database at `url`."""
+def serving(url: str, kind: type[C]) -> Iterator[C]:
+    """The app over the database at `url`, called in this way."""
     with tempfile.TemporaryDirectory() as artifacts, asyncio.Runner() as runner:
         database = connect(url, pool_size=4)
         app = create_app(database, Path(artifacts), max_body_bytes=2**20)
@@ -370,7 +379,7 @@ def serving(url: str) -> Iterator[Service]:
         api = Api(app, database, http, {})
         try:
             runner.run(api.token("admin", "admin"))
-            yield Service(runner, api)
+            yield kind(runner, api)
         finally:
             runner.run(http.aclose())
             runner.run(database.close())

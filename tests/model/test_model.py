@@ -11,14 +11,14 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.ledger_checker import check_ledger
 from tests.model.machine import LedgerMachine
-from tests.model.service import serving
+from tests.model.service import Service, serving
 
 FIXED_EXAMPLES = 40
 
 
 def test_the_service_agrees_with_the_ledger_in_memory(database_url: str, pytestconfig: pytest.Config) -> None:
     searched = pytestconfig.getoption("model_examples")
-    with serving(database_url) as LedgerMachine.service:
+    with serving(database_url, Service) as LedgerMachine.service:
         run_state_machine_as_test(
             LedgerMachine,
             settings=settings(
