@@ -22,7 +22,7 @@ from coordinator.wire.workers import (
     WorkerStage,
     WorkerView,
 )
-from coordinator.workers import service
+from coordinator.workers import acks, service, tickets
 
 router = APIRouter(prefix="/v1/runs/{run_id}/workers", tags=["workers"])
 
@@ -117,7 +117,7 @@ async def ack_policy(
     A wrong hash is stored, counts for nothing and fences the worker until the right ack replaces it. The last
     ack that an open activation waits for makes the switch.
     """
-    verdict = await database.transaction(service.take_ack, run_id, worker_id, body, caller)
+    verdict = await database.transaction(acks.take_ack, run_id, worker_id, body, caller)
     changes.announce(run_id)
     return verdict
 
@@ -157,4 +157,4 @@ async def ask_tickets(
     run_id: RunId, worker_id: WorkerId, body: TicketRequest, caller: WorkerCaller, database: DatabaseHere
 ) -> TicketAnswer:
     """Ask which groups may be generated now. Arrival never needs a ticket."""
-    return await database.transaction(service.grant_tickets, run_id, worker_id, body)
+    return await database.transaction(tickets.grant_tickets, run_id, worker_id, body)
