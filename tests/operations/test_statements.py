@@ -267,6 +267,21 @@ PLANTED: dict[str, tuple[set[int], list[str]]] = {
         {6},
         ["UPDATE journal SET event = 'worker.fenced', subject = 'w' WHERE event = 'policy.prepared' AND subject = '2'"],
     ),
+    "an ack that a fence came after, though it was lifted": (
+        {6},
+        [
+            "UPDATE journal SET event_no = event_no + 1000 WHERE event_no >="
+            " (SELECT event_no FROM journal WHERE event = 'policy.activated' AND subject = '2')",
+            *(
+                "INSERT INTO journal (run_no, event_no, event, subject, actor, detail)"
+                f" SELECT run_no, event_no - {before}, '{event}', 'w', actor, '{{}}' FROM journal"
+                " WHERE event = 'policy.activated' AND subject = '2'"
+                for before, event in ((1000, "worker.fenced"), (999, "worker.unfenced"))
+            ),
+            "UPDATE journal SET event_no = event_no - 998 WHERE event_no >= 1000",
+            "UPDATE runs SET event_no = event_no + 2",
+        ],
+    ),
     "a switch without an ack": (
         {6, 7},
         [
