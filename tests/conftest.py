@@ -19,11 +19,9 @@ def postgres() -> Iterator[Databases]:
 
 
 @pytest.fixture
-def database_url(postgres: Databases) -> Iterator[str]:
+def database_url(postgres: Databases) -> str:
     """A database of this test's own, at the newest schema."""
-    url = postgres.migrated()
-    yield url
-    postgres.drop(url)
+    return postgres.migrated()
 
 
 @pytest.fixture

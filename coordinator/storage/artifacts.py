@@ -49,16 +49,20 @@ class ArtifactStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.folder.mkdir(parents=True, exist_ok=True)
-        # Threads of its own: nothing else waits behind a slow disk, and uploads do not wait behind verification.
+        self._make_threads()
+        self.tidy()
+
+    def _make_threads(self) -> None:
+        # Of its own: nothing else waits behind a slow disk, and uploads do not wait behind verification.
         self._disk = ThreadPoolExecutor(4, "artifact-disk")
         self._hashing = ThreadPoolExecutor(2, "artifact-hash")
         self._remote = ThreadPoolExecutor(8, "artifact-remote")
-        self.tidy()
 
     def close(self) -> None:
-        """Ends its threads."""
+        """Ends its threads. It may be used again, as by an app that is started a second time."""
         for threads in (self._disk, self._hashing, self._remote):
             threads.shutdown(wait=False)
+        self._make_threads()
 
     def tidy(self) -> int:
         """Removes uploads that were given up, and what a kill left of a removal. Answers how many uploads. Blocks."""
