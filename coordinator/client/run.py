@@ -206,7 +206,7 @@ class Run:
 
     def roll_back(
         self,
-        to_version: int,
+        to_version: int | None,
         reason: str,
         *,
         rollback_id: str | None = None,
@@ -215,6 +215,7 @@ class Run:
     ) -> RollbackView:
         """Bring the artifact of an earlier version back under a new number; takes an admin's token.
 
+        None: the version that the active one names as its `rollback_version`, or its nearest durable ancestor.
         Every version that is no ancestor of the restored one is withdrawn. The answer's `restoring` is the version to
         activate; `activation_id` opens its activation at once, in place of any that is open. A `rollback_id` of the
         caller's own makes a retry after a lost answer find the same rollback.
@@ -404,6 +405,7 @@ class Run:
         parent_version: int,
         folder: str | Path,
         base_model: BaseModelIdentity,
+        rollback_version: int | None = None,
         updates: Sequence[str] = (),
         kind: str = "lora",
         digests: Mapping[str, str] | None = None,
@@ -429,6 +431,7 @@ class Run:
             {
                 "version": version,
                 "parent_version": parent_version,
+                "rollback_version": rollback_version,
                 "updates": tuple(updates),
                 "kind": kind,
                 "base_model": base_model,

@@ -52,6 +52,8 @@ WatchersHere = Annotated[Watchers[Watch], Depends(watchers_of)]
         "policy_conflict",
         "non_monotonic_version",
         "policy_withdrawn",
+        "policy_not_durable",
+        "policy_state",
         "update_not_committed",
         "invalid_file_name",
         "artifact_uri_not_allowed",

@@ -5,8 +5,9 @@ from sqlalchemy import text
 from coordinator.storage.lost import LOST
 
 _VERSION = """
-    version, artifact_hash, kind, state, parent_version, lag_clock, CAST(base_model AS text) AS base_model,
-    CAST(files AS text) AS files, uri, updates, CAST(digests AS text) AS digests,
+    version, artifact_hash, kind, state, parent_version, rollback_version, lag_clock,
+    CAST(base_model AS text) AS base_model, CAST(files AS text) AS files,
+    uri, updates, CAST(digests AS text) AS digests,
     prepared_at, committed_at, activated_at, ended_at, files_removed_at, (
         SELECT CAST(json_build_object('state', c.state, 'bytes_done', c.bytes_done, 'bytes_total', c.bytes_total,
                                       'faulty', c.faulty, 'asked_at', c.asked_at, 'ended_at', c.ended_at) AS text)
@@ -21,9 +22,9 @@ LIST_VERSIONS = text(f"SELECT {_VERSION} FROM policy_versions WHERE run_no = :ru
 NEWEST_VERSION = text("SELECT max(version) FROM policy_versions WHERE run_no = :run_no")
 
 INSERT_VERSION = text("""
-    INSERT INTO policy_versions (run_no, version, artifact_hash, kind, state, parent_version, lag_clock, base_model,
-                                 files, updates, digests, uri)
-    VALUES (:run_no, :version, :artifact_hash, :kind, 'prepared', :parent_version, :lag_clock,
+    INSERT INTO policy_versions (run_no, version, artifact_hash, kind, state, parent_version, rollback_version,
+                                 lag_clock, base_model, files, updates, digests, uri)
+    VALUES (:run_no, :version, :artifact_hash, :kind, 'prepared', :parent_version, :rollback_version, :lag_clock,
             CAST(:base_model AS jsonb), CAST(:files AS jsonb), CAST(:updates AS text[]),
             CAST(:digests AS jsonb), :uri)
 """)

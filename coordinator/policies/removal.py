@@ -29,13 +29,17 @@ RUNS_WITH_RETENTION = text("""
 """)
 
 # Versions that ended long ago (one that was overtaken before it became active: that was committed) and are not active,
-# loading, served by a live worker, or the nearest version that a rewind or a rollback could bring back.
+# loading, served by a live worker, named as the rollback version of one that may be active, or the nearest version that
+# a rewind or a rollback could bring back.
 _OVER = f"""
     v.run_no = :run_no AND v.kind NOT IN ('base', 'stream') AND v.uri IS NULL AND v.files_removed_at IS NULL
     AND v.state IN ('committed', 'retired', 'abandoned', 'withdrawn')
     AND COALESCE(v.ended_at, v.committed_at) < clock_timestamp() - make_interval(secs => :seconds)
     AND v.version <> (SELECT active_version FROM runs WHERE run_no = :run_no)
     AND (v.state <> 'committed' OR v.version < (SELECT active_version FROM runs WHERE run_no = :run_no))
+    AND NOT EXISTS (
+        SELECT FROM policy_versions o
+        WHERE o.run_no = :run_no AND o.rollback_version = v.version AND o.state IN ('prepared', 'committed', 'active'))
     AND NOT EXISTS (
         SELECT FROM activations a
         WHERE a.run_no = :run_no AND a.version = v.version AND a.state IN ('waiting', 'open'))

@@ -32,6 +32,14 @@ RESTORABLE = text("""
 """)
 
 
+async def nearest_before(connection: AsyncConnection, run: Run) -> int | None:
+    """The nearest durable ancestor of the active version; None: there is none."""
+    active = await find_version(connection, run.run_no, run.active.version)
+    keys = {"run_no": run.run_no, "version": active.parent_version}
+    found: int | None = await connection.scalar(RESTORABLE, keys)
+    return found
+
+
 async def find(connection: AsyncConnection, run: Run, version: int) -> PolicyView:
     """A version as it stands now."""
     return await find_version(connection, run.run_no, version)
@@ -62,6 +70,7 @@ async def prepare_restoring(
             "artifact_hash": restored.artifact_hash,
             "kind": restored.kind,
             "parent_version": ancestor,
+            "rollback_version": None,
             "lag_clock": restored.lag_clock,
             "base_model": json.dumps(restored.base_model.model_dump()),
             "files": json.dumps([file.model_dump() for file in restored.files]),

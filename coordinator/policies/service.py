@@ -40,6 +40,17 @@ async def get_policy(connection: AsyncConnection, run_id: str, version: int) -> 
     return await find_version(connection, (await get_run(connection, run_id)).run_no, version)
 
 
+def require_durable(policy: PolicyView) -> None:
+    """Refuses a version that cannot be brought back."""
+    version = policy.version
+    if policy.kind == "stream":
+        raise Refusal("policy_not_durable", f"version {version} was pushed to the engines and left no files")
+    if policy.files_removed_at is not None:
+        raise Refusal("policy_not_durable", f"retention removed the files of version {version}")
+    if policy.state in ("prepared", "abandoned", "withdrawn"):
+        raise Refusal("policy_state", f"version {version} is {policy.state}")
+
+
 async def list_policies(connection: AsyncConnection, run_id: str) -> PolicyList:
     """Every version, lowest number first."""
     run = await get_run(connection, run_id)
@@ -65,18 +76,17 @@ async def prepare(
     row = (await connection.execute(queries.GET_VERSION, {"run_no": run.run_no, "version": body.version})).one_or_none()
     if row is not None:
         known = policy_view(row)
-        if (known.artifact_hash, known.parent_version, known.updates, known.digests, known.uri) == (
-            named,
-            body.parent_version,
-            body.updates,
-            body.digests,
-            uri,
+        same = body.model_copy(update={"artifact_hash": named, "uri": uri})
+        if all(
+            getattr(known, name) == getattr(same, name)
+            for name in ("artifact_hash", "parent_version", "rollback_version", "updates", "digests", "uri")
         ):
             return known, False
         raise Refusal(
             "policy_conflict",
             f"version {body.version} exists with artifact {known.artifact_hash}, parent {known.parent_version}, "
-            f"updates {list(known.updates)}, digests {known.digests} and URI {known.uri}",
+            f"rollback version {known.rollback_version}, updates {list(known.updates)}, digests {known.digests} "
+            f"and URI {known.uri}",
         )
     newest = await connection.scalar(queries.NEWEST_VERSION, {"run_no": run.run_no})
     if body.version <= newest:
@@ -84,6 +94,8 @@ async def prepare(
     parent = await find_version(connection, run.run_no, body.parent_version)
     if parent.state == "withdrawn":
         raise Refusal("policy_withdrawn", f"the parent version {parent.version} was withdrawn")
+    if body.rollback_version is not None:
+        require_durable(await find_version(connection, run.run_no, body.rollback_version))
     # The parent is not held against the versions that the updates were opened on, since each comparison would refuse
     # trainers who are right. Equal: an update that was opened while its predecessor still stepped names the version
     # before the parent. The parent or an ancestor: a version may be made anew from an older parent, naming all updates
@@ -102,6 +114,7 @@ async def prepare(
             "artifact_hash": named,
             "kind": body.kind,
             "parent_version": body.parent_version,
+            "rollback_version": body.rollback_version,
             "lag_clock": parent.lag_clock + body.version - parent.version,
             "base_model": json.dumps(base_model),
             "files": json.dumps(files),

@@ -13,7 +13,7 @@ from coordinator.operations.access import Caller
 from coordinator.operations.journal import record_event
 from coordinator.policies import restoring, withdrawal
 from coordinator.policies.activation import open_activation
-from coordinator.policies.service import find_version
+from coordinator.policies.service import find_version, require_durable
 from coordinator.rewinds.undoing import lock_updates_of, undo
 from coordinator.rollouts.queries import CHANGE_VERSIONS
 from coordinator.runs.service import Run, get_run, lock_run
@@ -45,15 +45,15 @@ async def roll_back(
     keys = {"run_no": run.run_no, "rollback_id": rollback_id}
     row = (await connection.execute(GET_ROLLBACK, keys)).one_or_none()
     if row is not None:
-        if row.to_version != body.to_version:
+        if body.to_version not in (None, row.to_version):
             raise Refusal("rollback_conflict", f"rollback {rollback_id} went to version {row.to_version}")
         return await _view(connection, run, row), False
-    _require_restorable(run, await find_version(connection, run.run_no, body.to_version))
-    withdrawn = await withdrawal.not_ancestors(connection, run, body.to_version)
+    to_version = (await _target(connection, run, body.to_version)).version
+    withdrawn = await withdrawal.not_ancestors(connection, run, to_version)
     fenced = await lock_updates_of(connection, run, withdrawn)
     cause = f"rollback {rollback_id}"
     undone = await undo(connection, run, cause, body.reason, caller, withdrawn=withdrawn, fenced=fenced)
-    restored = await restoring.prepare_restoring(connection, run, body.version, caller, of=body.to_version)
+    restored = await restoring.prepare_restoring(connection, run, body.version, caller, of=to_version)
     assert restored is not None, "it was found restorable under the run's lock"
     if body.activation_id is not None:
         opening = OpenActivation(activation_id=body.activation_id, supersede=True)
@@ -69,7 +69,7 @@ async def roll_back(
         INSERT_ROLLBACK,
         keys
         | {
-            "to_version": body.to_version,
+            "to_version": to_version,
             "version": restored.version,
             "reason": body.reason,
             "actor": caller.actor,
@@ -83,7 +83,7 @@ async def roll_back(
         str(restored.version),
         caller.actor,
         rollback_id=rollback_id,
-        to_version=body.to_version,
+        to_version=to_version,
         fenced=fenced,
         withdrawn=withdrawn,
         released=undone.released,
@@ -93,20 +93,25 @@ async def roll_back(
     return await _view(connection, run, (await connection.execute(GET_ROLLBACK, keys)).one()), True
 
 
-def _require_restorable(run: Run, policy: PolicyView) -> None:
-    version = policy.version
-    if policy.kind == "stream":
-        raise Refusal("policy_not_durable", f"version {version} was pushed to the engines and left no files")
-    if policy.files_removed_at is not None:
-        raise Refusal("policy_not_durable", f"retention removed the files of version {version}")
-    if policy.state in ("prepared", "abandoned", "withdrawn"):
-        raise Refusal("policy_state", f"version {version} is {policy.state}")
-    if version >= run.active.version:
+async def _target(connection: AsyncConnection, run: Run, named: int | None) -> PolicyView:
+    """The version to go back to: the one that was named, else the one that the active version names, else its nearest
+    durable ancestor."""
+    if named is None:
+        active = await find_version(connection, run.run_no, run.active.version)
+        named = active.rollback_version
+    if named is None:
+        named = await restoring.nearest_before(connection, run)
+    if named is None:
+        raise Refusal("policy_not_durable", f"no durable version lies before version {run.active.version}")
+    target = await find_version(connection, run.run_no, named)
+    require_durable(target)
+    if named >= run.active.version:
         raise Refusal(
             "policy_state",
-            f"version {version} is not earlier than the active one, {run.active.version}; "
+            f"version {named} is not earlier than the active one, {run.active.version}; "
             "withdraw the versions that are not to be used",
         )
+    return target
 
 
 async def _view(connection: AsyncConnection, run: Run, row: Any) -> RollbackView:

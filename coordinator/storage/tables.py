@@ -129,6 +129,7 @@ policy_versions = Table(
     Column("kind", Text, nullable=False),
     Column("state", Text, nullable=False),
     Column("parent_version", Integer),
+    Column("rollback_version", Integer),
     Column("lag_clock", Integer, nullable=False),
     Column("base_model", JSONB, nullable=False),
     Column("files", JSONB, nullable=False),

@@ -64,6 +64,11 @@ class PreparePolicy(WireModel):
         "and whatever withdraws it withdraws this one. Taken at the trainer's word, not compared with the versions "
         "that the updates were opened on"
     )
+    rollback_version: Version | None = Field(
+        None,
+        description="the version to go back to should this one go bad, durable and committed; its files are kept as "
+        "long as this one may be active. Left out: the nearest durable ancestor",
+    )
     updates: tuple[Identifier, ...] = Field(
         (),
         fail_fast=True,
@@ -126,6 +131,7 @@ class PolicyView(WireModel):
     kind: Kind
     state: Literal["prepared", "committed", "active", "retired", "abandoned", "withdrawn"]
     parent_version: int | None
+    rollback_version: int | None = Field(description="named when it was prepared")
     lag_clock: int
     base_model: BaseModelIdentity
     files: tuple[ArtifactFile, ...]

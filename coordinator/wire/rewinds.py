@@ -57,7 +57,11 @@ class RewindList(WireModel):
 class Rollback(WireModel):
     """Brings an earlier artifact back under a new version number."""
 
-    to_version: Version = Field(description="the version whose artifact comes back; it must be durable")
+    to_version: Version | None = Field(
+        None,
+        description="the version whose artifact comes back; it must be durable. Left out: the active version's "
+        "rollback_version, or its nearest durable ancestor",
+    )
     version: Version | None = Field(None, description="the new version's number; left out: the next one")
     reason: Message = Field(min_length=1)
     activation_id: Identifier | None = Field(

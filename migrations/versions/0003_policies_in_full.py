@@ -21,6 +21,7 @@ def upgrade() -> None:
     op.add_column(
         "policy_versions", sa.Column("digests", postgresql.JSONB(), server_default=sa.text("'{}'"), nullable=False)
     )
+    op.add_column("policy_versions", sa.Column("rollback_version", sa.Integer(), nullable=True))
     op.add_column("workers", sa.Column("asleep_until", _TIME, nullable=True))
     op.add_column(
         "workers", sa.Column("must_ack_active", sa.Boolean(), server_default=sa.text("false"), nullable=False)

@@ -68,6 +68,17 @@ async def test_what_ended_goes_and_the_active_one_and_the_one_before_it_stay(led
     assert events[-2:] == [("policy.files_removed", "1"), ("policy.files_removed", "2")]
 
 
+async def test_what_the_active_version_names_to_go_back_to_stays(ledger: Ledger) -> None:
+    await line_of(ledger, 3)
+    ok(await ledger.prepare(4, 3, b"weights 4", rollback_version=1))
+    ok(await ledger.upload(4, b"weights 4"))
+    ok(await ledger.call("POST", "/policies/4/commit"))
+    ok(await ledger.activation(4))
+    await ledger.ack("w", 4)
+    assert await sweep(ledger) == [2]
+    assert ok(await ledger.call("PUT", "/rollbacks/r", {"reason": "x"}))["to_version"] == 1
+
+
 async def test_a_run_keeps_its_files_for_ever_unless_it_says_otherwise(api: Api) -> None:
     ledger = await Ledger.create(api)
     await ledger.worker()

@@ -73,7 +73,7 @@ def bodies(ledger: Ledger) -> dict[tuple[str, str], Json]:
         ("POST", "/v1/runs/{run_id}/workers/{worker_id}/tickets"): ALIVE | {"group_ids": ["x"]},
         ("POST", "/v1/runs/{run_id}/policies"): {
             "version": 7, "parent_version": 0, "base_model": BASE, "updates": ["u"], "kind": "full",
-            "digests": {"l": H},
+            "digests": {"l": H}, "rollback_version": 0,
             "files": [{"name": "w", "size": 1, "sha256": H}],
         },
         ("POST", "/v1/runs/{run_id}/policies/{version}/activations"): {

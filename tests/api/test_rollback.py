@@ -47,6 +47,39 @@ async def test_an_earlier_artifact_comes_back_under_a_new_number(ledger: Ledger)
     assert ("policy.rolled_back", "4") in told and ("policy.withdrawn", "2") in told
 
 
+async def test_a_version_names_the_one_to_go_back_to(ledger: Ledger) -> None:
+    await line(ledger, 1, 2)
+    ok(await ledger.prepare(3, 2, b"three", rollback_version=1))
+    refused(await ledger.prepare(3, 2, b"three", rollback_version=2), 409, "policy_conflict")
+    ok(await ledger.upload(3, b"three"))
+    ok(await ledger.call("POST", "/policies/3/commit"))
+    ok(await ledger.activation(3))
+    assert (await ledger.ack("w", 3))["activation"]["activated"]
+    assert (await ledger.get("/policies/3"))["rollback_version"] == 1
+    answer = ok(await ledger.call("PUT", "/rollbacks/r", {"reason": "rewards fell"}))
+    assert (answer["to_version"], answer["withdrawn_versions"]) == (1, [2, 3])
+    assert ok(await ledger.call("PUT", "/rollbacks/r", {"reason": "rewards fell"}))["to_version"] == 1
+
+
+async def test_without_a_name_it_is_the_nearest_durable_ancestor(ledger: Ledger) -> None:
+    refused(await ledger.call("PUT", "/rollbacks/r", {"reason": "x"}), 409, "policy_not_durable")
+    await line(ledger, 1)
+    await stream(ledger, 2, 1)
+    ok(await ledger.activation(2))
+    await ledger.ack("w", 2)
+    await line(ledger, 3)
+    assert ok(await ledger.call("PUT", "/rollbacks/r", {"reason": "x"}))["to_version"] == 1
+
+
+async def test_a_rollback_version_must_be_one_that_can_come_back(ledger: Ledger) -> None:
+    await line(ledger, 1)
+    await stream(ledger, 2, 1)
+    ok(await ledger.prepare(3, 1))
+    refused(await ledger.prepare(4, 1, rollback_version=9), 404, "policy_version_unknown")
+    refused(await ledger.prepare(4, 1, rollback_version=2), 409, "policy_not_durable")
+    refused(await ledger.prepare(4, 1, rollback_version=3), 409, "policy_state")
+
+
 async def test_the_base_model_comes_back(ledger: Ledger) -> None:
     await line(ledger, 1)
     restored = (await roll_back(ledger, 0, version=7))["restoring"]
