@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -141,7 +142,16 @@ async def diagnose(connection: AsyncConnection, run_id: str) -> Diagnosis:
     return Diagnosis(
         at=tickets.now,
         blockers=_blockers(
-            withdrawn, producers, serving, rewards, standing, updates, opened, groups.held_until, last_commit_at
+            withdrawn,
+            producers,
+            serving,
+            rewards,
+            standing,
+            updates,
+            opened,
+            groups.held_until,
+            last_commit_at,
+            {w.worker_id: w.fenced_reason for w in present},
         ),
         producers=producers,
         rewards=rewards,
@@ -181,6 +191,7 @@ def _blockers(
     opened: ActivationStanding | None,
     held_until: datetime | None,
     last_commit_at: datetime | None,
+    fences: Mapping[str, str | None],
 ) -> list[Blocker]:
     """What stands in the way, in the order in which a rollout meets it."""
     found: list[Blocker] = []
@@ -194,7 +205,9 @@ def _blockers(
             "active_withdrawn",
             f"version {withdrawn.version} was withdrawn: what is made with it is quarantined",
             withdrawn.ended_at,
-            f"Open an activation of version {number}." if number is not None else "Prepare and activate a version.",
+            f"Open an activation of version {number}."
+            if number is not None
+            else "Prepare and activate a version; where every version is withdrawn, one without a parent.",
         )
     nothing_ready = groups.ready == 0 and not any(update.reserved for update in updates)
     if not producers.live and not producers.draining and not producers.lost:
@@ -209,13 +222,17 @@ def _blockers(
     elif not serving:
         add("workers_fenced", f"{producers.fenced} fenced", None, "Let them load and ack the active version whole.")
     if opened is not None:
-        silent = ", ".join([*opened.missing_workers, *opened.mismatched_workers])
+        silent = ", ".join(
+            f"{name} (fenced: {fences[name]})" if fences.get(name) else name
+            for name in [*opened.missing_workers, *opened.mismatched_workers]
+        )
         waits = f"the acks of {silent}" if silent else "its artifact" if not opened.artifact_committed else "the switch"
         add(
             "activation_open",
             f"version {opened.version} waits for {waits}, until {opened.deadline_at.isoformat()}",
             opened.opened_at,
-            "Look at those workers, or give the activation up; the old version stays active meanwhile.",
+            "Look at those workers and at GET failures, or give the activation up; the old version stays active "
+            "meanwhile.",
         )
     rewarded = groups.incomplete or groups.stale or groups.held
     if nothing_ready and (rewards.waiting or (rewards.failed and not rewarded)):

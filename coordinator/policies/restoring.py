@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -28,7 +29,17 @@ RESTORABLE = text("""
     SELECT v.version FROM policy_versions v JOIN ancestor a USING (version)
     WHERE v.run_no = :run_no AND v.kind <> 'stream' AND v.committed_at IS NOT NULL
       AND v.state NOT IN ('withdrawn', 'abandoned') AND v.files_removed_at IS NULL
+      AND v.artifact_hash <> ALL(CAST(:bad_hashes AS text[]))
     ORDER BY a.distance LIMIT 1
+""")
+
+# The active version is out of use, and no other is on its way that is not.
+NOTHING_USABLE = text("""
+    SELECT NOT EXISTS (
+        SELECT FROM policy_versions v
+        WHERE v.run_no = :run_no AND (v.version = r.active_version AND v.state = 'active'
+            OR v.version > r.active_version AND v.state IN ('prepared', 'committed')))
+    FROM runs r WHERE r.run_no = :run_no
 """)
 
 
@@ -36,7 +47,7 @@ async def nearest_before(connection: AsyncConnection, run: Run) -> int | None:
     """The nearest durable ancestor of the active version; None: there is none."""
     active = await find_version(connection, run.run_no, run.active.version)
     keys = {"run_no": run.run_no, "version": active.parent_version}
-    found: int | None = await connection.scalar(RESTORABLE, keys)
+    found: int | None = await connection.scalar(RESTORABLE, {**keys, "bad_hashes": []})
     return found
 
 
@@ -45,8 +56,33 @@ async def find(connection: AsyncConnection, run: Run, version: int) -> PolicyVie
     return await find_version(connection, run.run_no, version)
 
 
+async def restore_after(
+    connection: AsyncConnection,
+    run: Run,
+    withdrawn: Sequence[int],
+    number: int | None,
+    caller: Caller,
+    bad_hashes: Sequence[str] = (),
+) -> tuple[PolicyView | None, bool]:
+    """After these versions were withdrawn: the version that restores, if one is needed, and whether one is needed and
+    none of its ancestors can come back. Artifacts of `bad_hashes` do not."""
+    needed = run.active.version in withdrawn or (
+        bool(withdrawn) and await connection.scalar(NOTHING_USABLE, {"run_no": run.run_no})
+    )
+    if not needed:
+        return None, False
+    restored = await prepare_restoring(connection, run, number, caller, bad_hashes=bad_hashes)
+    return restored, restored is None
+
+
 async def prepare_restoring(
-    connection: AsyncConnection, run: Run, number: int | None, caller: Caller, *, of: int | None = None
+    connection: AsyncConnection,
+    run: Run,
+    number: int | None,
+    caller: Caller,
+    *,
+    of: int | None = None,
+    bad_hashes: Sequence[str] = (),
 ) -> PolicyView | None:
     """Prepares a version with the artifact and the lag clock of the version `of`, or of the nearest restorable ancestor
     of the active one; None: there is none.
@@ -54,7 +90,8 @@ async def prepare_restoring(
     Its files lie in the artifact store already. The run's lock is held.
     """
     keys = {"run_no": run.run_no}
-    ancestor = await connection.scalar(RESTORABLE, keys | {"version": run.active.version if of is None else of})
+    asked = {"version": run.active.version if of is None else of, "bad_hashes": list(bad_hashes)}
+    ancestor = await connection.scalar(RESTORABLE, keys | asked)
     if ancestor is None or of not in (None, ancestor):
         return None
     restored = await find_version(connection, run.run_no, ancestor)

@@ -91,9 +91,12 @@ async def prepare(
     newest = await connection.scalar(queries.NEWEST_VERSION, {"run_no": run.run_no})
     if body.version <= newest:
         raise Refusal("non_monotonic_version", f"the newest version is {newest}; {body.version} is not greater")
-    parent = await find_version(connection, run.run_no, body.parent_version)
-    if parent.state == "withdrawn":
-        raise Refusal("policy_withdrawn", f"the parent version {parent.version} was withdrawn")
+    lag_clock = body.version
+    if body.parent_version is not None:
+        parent = await find_version(connection, run.run_no, body.parent_version)
+        if parent.state == "withdrawn":
+            raise Refusal("policy_withdrawn", f"the parent version {parent.version} was withdrawn")
+        lag_clock = parent.lag_clock + body.version - parent.version
     if body.rollback_version is not None:
         require_durable(await find_version(connection, run.run_no, body.rollback_version))
     # The parent is not held against the versions that the updates were opened on, since each comparison would refuse
@@ -115,7 +118,7 @@ async def prepare(
             "kind": body.kind,
             "parent_version": body.parent_version,
             "rollback_version": body.rollback_version,
-            "lag_clock": parent.lag_clock + body.version - parent.version,
+            "lag_clock": lag_clock,
             "base_model": json.dumps(base_model),
             "files": json.dumps(files),
             "updates": list(body.updates),

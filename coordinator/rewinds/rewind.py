@@ -19,7 +19,6 @@ from coordinator.rewinds.undoing import undo
 from coordinator.rollouts.queries import CHANGE_VERSIONS
 from coordinator.runs.service import Run, get_run, lock_run
 from coordinator.updates import service
-from coordinator.wire.policies import PolicyView
 from coordinator.wire.rewinds import Rewind, RewindList, RewindView
 
 GET_REWIND = text("""
@@ -97,16 +96,14 @@ async def rewind(
         connection, run, f"rewind {rewind_id}", body.reason, caller,
         withdrawn=withdrawn, fenced=fenced, rewound=rewound, consumed=body.consumed,
     )  # fmt: skip
-    restored: PolicyView | None = None
-    if run.active.version in withdrawn:
-        restored = await restoring.prepare_restoring(connection, run, body.restoring_version, caller)
+    restored, none_left = await restoring.restore_after(connection, run, withdrawn, body.restoring_version, caller)
     answer: dict[str, Any] = {
         "rewound_updates": rewound,
         "fenced_updates": fenced,
         "withdrawn_versions": withdrawn,
         "released": undone.released,
         "quarantined": undone.quarantined,
-        "no_restorable_version": run.active.version in withdrawn and restored is None,
+        "no_restorable_version": none_left,
         "restoring_version": None if restored is None else restored.version,
     }
     await connection.execute(

@@ -146,14 +146,14 @@ async def withdraw(
     fenced = await lock_updates_of(connection, run, withdrawn)
     cause = f"withdrawal of version {version}"
     undone = await undo(connection, run, cause, body.reason, caller, withdrawn=withdrawn, fenced=fenced)
-    restored: PolicyView | None = None
-    if run.active.version in withdrawn:
-        restored = await restoring.prepare_restoring(connection, run, body.restoring_version, caller)
+    restored, none_left = await restoring.restore_after(
+        connection, run, withdrawn, body.restoring_version, caller, [policy.artifact_hash]
+    )
     return WithdrawView(
         withdrawn_versions=withdrawn,
         fenced_updates=fenced,
         released=undone.released,
         quarantined=undone.quarantined,
         restoring=restored,
-        no_restorable_version=run.active.version in withdrawn and restored is None,
+        no_restorable_version=none_left,
     )

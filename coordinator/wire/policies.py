@@ -59,8 +59,10 @@ class PreparePolicy(WireModel):
     """A new policy version with the manifest of its artifact."""
 
     version: Version
-    parent_version: Version = Field(
-        description="the version that the updates began from, as a rule the one published last: lag counts on from it, "
+    parent_version: Version | None = Field(
+        description="null: it begins a line of its own, and its lag clock is its number, as after every version before "
+        "was withdrawn. Else the version that the updates began from, as a rule the one published last: lag counts on "
+        "from it, "
         "and whatever withdraws it withdraws this one. Taken at the trainer's word, not compared with the versions "
         "that the updates were opened on"
     )

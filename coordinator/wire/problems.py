@@ -139,7 +139,8 @@ _ALL = [
         "policy_state",
         409,
         "The version's state does not allow that",
-        "Look at the version's state, and at the order: prepare, upload, commit, open, ack, activate.",
+        "What is abandoned or withdrawn stays so: publish the next number. Else keep the order: prepare, upload, "
+        "commit, open, ack, activate.",
     ),
     ProblemCode(
         "policy_identity_conflict",

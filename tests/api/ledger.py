@@ -228,7 +228,7 @@ class Ledger:
         view = await self.get(f"/rollouts/{rollout_id}")
         return view["state"], view["reason"], view["revision"]
 
-    async def prepare(self, version: int, parent: int, content: bytes = b"w", **more: Any) -> httpx.Response:
+    async def prepare(self, version: int, parent: int | None, content: bytes = b"w", **more: Any) -> httpx.Response:
         file = {"name": "a/w.bin", "size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         body = {"version": version, "parent_version": parent, "base_model": BASE, "files": [file]}
         response = await self.call("POST", "/policies", body | more)

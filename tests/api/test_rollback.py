@@ -176,6 +176,32 @@ async def test_withdrawing_the_active_version_prepares_its_ancestor(ledger: Ledg
     assert (await ledger.ack("w", 5, ledger.hashes[1]))["activation"]["activated"]
     nothing_left = await withdraw(ledger, 0)
     assert (nothing_left["withdrawn_versions"], nothing_left["no_restorable_version"]) == ([0, 1, 5], True)
+    # The way on: a version without a parent, whose lag clock is its number.
+    refused(await ledger.prepare(6, 5), 409, "policy_withdrawn")
+    ok(await ledger.prepare(6, None, b"afresh"))
+    ok(await ledger.upload(6, b"afresh"))
+    view = ok(await ledger.call("POST", "/policies/6/commit"))
+    assert (view["parent_version"], view["lag_clock"], view["state"]) == (None, 6, "committed")
+    ok(await ledger.activation(6))
+    assert (await ledger.ack("w", 6))["activation"]["activated"]
+
+
+async def test_withdrawing_what_was_to_restore_looks_further_back(ledger: Ledger) -> None:
+    await line(ledger, 1, 2)
+    assert (await withdraw(ledger, 2))["restoring"]["version"] == 3
+    again = await withdraw(ledger, 1)
+    assert (again["withdrawn_versions"], again["no_restorable_version"]) == ([1, 3], False)
+    assert again["restoring"]["parent_version"] == 0
+    none = await withdraw(ledger, 0)
+    assert (none["restoring"], none["no_restorable_version"]) == (None, True)
+
+
+async def test_withdrawn_bytes_do_not_come_back_under_another_number(ledger: Ledger) -> None:
+    await line(ledger, 1, 2)
+    await roll_back(ledger, 1)
+    ok(await ledger.activation(3))
+    await ledger.ack("w", 3, ledger.hashes[1])
+    assert (await withdraw(ledger, 3))["restoring"]["parent_version"] == 0
 
 
 async def test_an_abandoned_version_needs_no_withdrawal(ledger: Ledger) -> None:

@@ -405,7 +405,7 @@ class AsyncRun:
         self,
         *,
         version: int,
-        parent_version: int,
+        parent_version: int | None,
         folder: str | Path,
         base_model: BaseModelIdentity,
         rollback_version: int | None = None,
@@ -418,7 +418,8 @@ class AsyncRun:
         """Make the files below `folder` policy `version`: hash, prepare, upload and commit them, and wait until the
         coordinator has verified them.
 
-        `updates` names the committed updates that made it, `parent_version` the version they began from. Bytes that
+        `updates` names the committed updates that made it, `parent_version` the version they began from (None: it
+        begins a line of its own). Bytes that
         the coordinator has are not sent again, and an upload that was broken off goes on where it was. `progress` is
         called with a file's name, the bytes of it that are over so far and its size; what takes more than two seconds
         is logged, too. With `uri` nothing is uploaded: the same files lie there, where coordinator and workers read
@@ -479,7 +480,7 @@ class AsyncRun:
         self,
         *,
         version: int,
-        parent_version: int,
+        parent_version: int | None,
         artifact_hash: str,
         base_model: BaseModelIdentity,
         updates: Sequence[str] = (),
