@@ -51,6 +51,8 @@ Digests = Annotated[
     Field(
         max_length=16,
         description="by layout of an engine's weights, the digest that its `registered` weights must have",
+        # The pattern of a layout alone would say nothing of keys that do not match it.
+        json_schema_extra={"additionalProperties": False},
     ),
 ]
 
