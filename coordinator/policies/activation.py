@@ -16,7 +16,7 @@ from coordinator.errors import Refusal
 from coordinator.operations.access import Caller
 from coordinator.operations.journal import record_event, record_failure
 from coordinator.policies import queries
-from coordinator.policies.reading import find_activation
+from coordinator.policies.reading import find_activation, keep_what_was_said
 from coordinator.rollouts.quarantine import quarantine_of_versions
 from coordinator.rules.activation import decide_activation
 from coordinator.runs.service import Run, lock_run
@@ -46,7 +46,10 @@ async def open_activation(
     row = await _row(connection, queries.GET_ACTIVATION, run, activation_id=body.activation_id)
     if row is not None:
         if row.version != version or row.asked_workers != asked:
-            raise Refusal("activation_conflict", f"activation {body.activation_id} is of version {row.version}")
+            whom = "the workers then live" if row.asked_workers is None else ", ".join(row.asked_workers)
+            raise Refusal(
+                "activation_conflict", f"activation {body.activation_id} is of version {row.version}, by {whom}"
+            )
         return await find_activation(connection, run, body.activation_id), False
     policy = await _row(connection, queries.GET_VERSION, run, version=version)
     if policy is None:
@@ -162,6 +165,7 @@ async def judge(connection: AsyncConnection, run: Run, activation: Any) -> Activ
 
 async def _switch(connection: AsyncConnection, run: Run, activation: Any, actor: str) -> ActivationVerdict:
     """Moves the pointer: retirement, activation, pointer and journal in this one transaction."""
+    await keep_what_was_said(connection, run, activation.activation_id)
     await connection.execute(queries.RETIRE_ACTIVE, {"run_no": run.run_no})
     await connection.execute(queries.ACTIVATE_VERSION, {"run_no": run.run_no, "version": activation.version})
     await connection.execute(queries.MOVE_POINTER, {"run_no": run.run_no, "version": activation.version})
@@ -261,6 +265,7 @@ async def _end(connection: AsyncConnection, run: Run, activation: Any, state: st
     keys = {"run_no": run.run_no, "activation_id": activation.activation_id}
     # Waits for arrivals that were judged while this was open, so that the quarantine below finds them.
     await connection.execute(queries.LOCK_VERSION, {"run_no": run.run_no, "version": activation.version})
+    await keep_what_was_said(connection, run, activation.activation_id)
     await connection.execute(queries.END_ACTIVATION, keys | {"state": state, "reason": reason})
     await record_event(
         connection,

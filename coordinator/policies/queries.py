@@ -119,7 +119,7 @@ FREEZE_WORKERS = text(f"""
 # only for the activation that it was given to (a fence takes that away), and not while the worker is fenced.
 REQUIRED_WORKERS = text("""
     SELECT q.activation_id, q.worker_id, w.incarnation, k.matching, k.detail, k.acked_at, k.version AS acked_version,
-           k.artifact_hash AS acked_hash
+           k.artifact_hash AS acked_hash, CAST(q.ended_as AS text) AS ended_as
     FROM activation_workers q
     JOIN activations a ON a.run_no = q.run_no AND a.activation_id = q.activation_id
     JOIN workers w ON w.run_no = q.run_no AND w.worker_id = q.worker_id
@@ -134,6 +134,11 @@ REQUIRED_WORKERS = text("""
 END_ACTIVATION = text("""
     UPDATE activations SET state = :state, reason = :reason, ended_at = clock_timestamp()
     WHERE run_no = :run_no AND activation_id = :activation_id AND state IN ('open', 'waiting')
+""")
+
+KEEP_WHAT_WAS_SAID = text("""
+    UPDATE activation_workers SET ended_as = CAST(:said AS jsonb)
+    WHERE run_no = :run_no AND activation_id = :activation_id AND worker_id = :worker_id
 """)
 
 DROP_WORKER = text("""

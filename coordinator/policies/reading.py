@@ -27,6 +27,9 @@ async def _required(
     rows = await connection.execute(queries.REQUIRED_WORKERS, {"run_no": run.run_no, "activation_id": activation_id})
     required: defaultdict[str, list[RequiredWorker]] = defaultdict(list)
     for row in rows:
+        if row.ended_as is not None:
+            required[row.activation_id].append(RequiredWorker.model_validate_json(row.ended_as))
+            continue
         ack = "missing" if row.matching is None else "matching" if row.matching else "mismatched"
         required[row.activation_id].append(
             RequiredWorker.model_validate(
@@ -40,6 +43,13 @@ async def _required(
             )
         )
     return required
+
+
+async def keep_what_was_said(connection: AsyncConnection, run: Run, activation_id: str) -> None:
+    """As an activation ends: what its required workers said stays with it, whatever they say later."""
+    for worker in (await _required(connection, run, activation_id))[activation_id]:
+        keys = {"run_no": run.run_no, "activation_id": activation_id, "worker_id": worker.worker_id}
+        await connection.execute(queries.KEEP_WHAT_WAS_SAID, keys | {"said": worker.model_dump_json()})
 
 
 async def _dropped(connection: AsyncConnection, run: Run, activation_id: str | None) -> dict[str, list[DroppedWorker]]:

@@ -66,9 +66,7 @@ async def restore_after(
 ) -> tuple[PolicyView | None, bool]:
     """After these versions were withdrawn: the version that restores, if one is needed, and whether one is needed and
     none of its ancestors can come back. Artifacts of `bad_hashes` do not."""
-    needed = run.active.version in withdrawn or (
-        bool(withdrawn) and await connection.scalar(NOTHING_USABLE, {"run_no": run.run_no})
-    )
+    needed = run.active.version in withdrawn or await connection.scalar(NOTHING_USABLE, {"run_no": run.run_no})
     if not needed:
         return None, False
     restored = await prepare_restoring(connection, run, number, caller, bad_hashes=bad_hashes)

@@ -67,6 +67,12 @@ async def prepare(
     except LocationError as error:
         raise Refusal("artifact_uri_not_allowed", str(error), field="uri") from error
     files = sorted((file.model_dump() for file in body.files), key=lambda file: str(file["name"]))
+    sizes: dict[str, int] = {}
+    for file in body.files:
+        if sizes.setdefault(file.sha256, file.size) != file.size:
+            raise Refusal(
+                "invalid_request", f"{file.name} has the sha256 of another file and another size", field="files"
+            )
     base_model = body.base_model.model_dump()
     try:
         named = body.artifact_hash or artifact_hash(body.kind, base_model, files)

@@ -7,7 +7,7 @@ from typing import TypeVar
 from fastapi import APIRouter, Response, status
 
 from coordinator.addresses import RewindId, RollbackId, RunId, VersionNumber
-from coordinator.errors import refusals
+from coordinator.errors import Refusal, refusals
 from coordinator.media import AGAIN
 from coordinator.operations.access import Admin, Anyone, Caller, ChangesHere, DatabaseHere, Trainer
 from coordinator.policies.endpoints import LocationsHere
@@ -41,7 +41,13 @@ async def _with_committed(
     restoring: PolicyView | None = view.restoring
     if restoring is None or restoring.state != "prepared":
         return view
-    restored = await commit_version(database, artifacts, locations, run_id, restoring.version, caller)
+    try:
+        restored = await commit_version(database, artifacts, locations, run_id, restoring.version, caller)
+    except Refusal as refusal:
+        # The way back is made; what its files lack is in the failures, and a commit of the version is tried again.
+        if refusal.problem.code != "artifact_incomplete":
+            raise
+        return view
     return view.model_copy(update={"restoring": restored})
 
 
@@ -120,7 +126,7 @@ async def roll_back(
     Open updates that stand on a withdrawn version are fenced, and rollouts made with one are quarantined. The new
     version is committed; with `activation_id` its activation opens at once. The same call again answers 200.
     """
-    view, new = await database.transaction(rollback.roll_back, run_id, rollback_id, body, caller)
+    view, new = await database.transaction(rollback.roll_back, run_id, rollback_id, body, caller, artifacts)
     view = await _with_committed(view, database, artifacts, locations, run_id, caller)
     response.status_code = status.HTTP_201_CREATED if new else status.HTTP_200_OK
     changes.announce(run_id)

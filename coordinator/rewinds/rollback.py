@@ -17,6 +17,7 @@ from coordinator.policies.service import find_version, require_durable
 from coordinator.rewinds.undoing import lock_updates_of, undo
 from coordinator.rollouts.queries import CHANGE_VERSIONS
 from coordinator.runs.service import Run, get_run, lock_run
+from coordinator.storage.artifacts import ArtifactStore
 from coordinator.wire.policies import OpenActivation, PolicyView
 from coordinator.wire.rewinds import Rollback, RollbackList, RollbackView, WithdrawPolicy, WithdrawView
 
@@ -33,7 +34,12 @@ INSERT_ROLLBACK = text("""
 
 
 async def roll_back(
-    connection: AsyncConnection, run_id: str, rollback_id: str, body: Rollback, caller: Caller
+    connection: AsyncConnection,
+    run_id: str,
+    rollback_id: str,
+    body: Rollback,
+    caller: Caller,
+    artifacts: ArtifactStore,
 ) -> tuple[RollbackView, bool]:
     """Prepares an earlier artifact under a new number and withdraws what is not its ancestor, or finds the same
     rollback. Second: whether it is new.
@@ -45,10 +51,18 @@ async def roll_back(
     keys = {"run_no": run.run_no, "rollback_id": rollback_id}
     row = (await connection.execute(GET_ROLLBACK, keys)).one_or_none()
     if row is not None:
-        if body.to_version not in (None, row.to_version):
+        asked = (body.to_version, body.version, body.activation_id)
+        was = (row.to_version, row.version, json.loads(row.answer)["activation_id"])
+        if any(a not in (None, w) for a, w in zip(asked, was, strict=True)):
             raise Refusal("rollback_conflict", f"rollback {rollback_id} went to version {row.to_version}")
         return await _view(connection, run, row), False
-    to_version = (await _target(connection, run, body.to_version)).version
+    target = await _target(connection, run, body.to_version)
+    missing = [] if target.uri is not None else await artifacts.on_disk(_missing, artifacts, target)
+    if missing:
+        raise Refusal(
+            "policy_not_durable", f"the artifact store has lost files of version {target.version}: {missing[0]}"
+        )
+    to_version = target.version
     withdrawn = await withdrawal.not_ancestors(connection, run, to_version)
     fenced = await lock_updates_of(connection, run, withdrawn)
     cause = f"rollback {rollback_id}"
@@ -112,6 +126,10 @@ async def _target(connection: AsyncConnection, run: Run, named: int | None) -> P
             "withdraw the versions that are not to be used",
         )
     return target
+
+
+def _missing(artifacts: ArtifactStore, policy: PolicyView) -> list[str]:
+    return [file.name for file in policy.files if not artifacts.has(file.sha256, file.size)]
 
 
 async def _view(connection: AsyncConnection, run: Run, row: Any) -> RollbackView:

@@ -199,8 +199,8 @@ class ArtifactStore:
         except OSError as error:
             log.error("%s cannot be read: %s", sha256, error)
             found = None
-        if found == (sha256, size):
-            return True
+        if found is not None and found[0] == sha256:
+            return found[1] == size  # a manifest with another size is wrong, not the file
         log.error("%s is damaged, and is taken out of the artifact store", sha256)
         await self.on_disk(self._take_out, sha256, inode)
         return False

@@ -48,6 +48,8 @@ class Locations:
         roots = [Path(p.removeprefix("file://")).resolve() for p in self.prefixes if p.startswith("file://")]
         if not any(real.is_relative_to(root) for root in roots):
             raise LocationError(f"{uri}/{name} leads to {real}, which is not allowed here")
+        if real.exists() and not real.is_file():  # a FIFO would never end
+            raise LocationError(f"{uri}/{name} is no plain file")
 
 
 def open_at(uri: str, name: str) -> BinaryIO:

@@ -228,6 +228,7 @@ activation_workers = Table(
     Column("incarnation", Text, nullable=False),
     _at("dropped_at", nullable=True),
     Column("dropped_reason", Text),
+    Column("ended_as", JSONB),
     PrimaryKeyConstraint("run_no", "activation_id", "worker_id"),
 )
 

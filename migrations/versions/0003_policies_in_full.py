@@ -34,6 +34,7 @@ def upgrade() -> None:
             CASE WHEN n.settings ->> 'group_size' IS NULL THEN r.rollout_id ELSE r.group_id END
         """
     )
+    op.add_column("activation_workers", sa.Column("ended_as", postgresql.JSONB(), nullable=True))
     op.drop_column("acks", "digest")
     for name in ("digest_layout", "digest_registered", "digest_active"):
         op.add_column("acks", sa.Column(name, sa.Text(), nullable=True))

@@ -369,3 +369,37 @@ async def test_draining_again_changes_nothing_though_the_worker_is_lost_by_now(l
     assert [r["worker_id"] for r in (await run.get("/activations/act-1"))["required"]] == ["v", "w"]
     events = [e["subject"] for e in (await run.get("/journal"))["entries"] if e["event"] == "worker.draining"]
     assert events == ["w"]
+
+
+async def test_an_ended_activation_keeps_what_was_said(ledger: Ledger) -> None:
+    await ledger.publish(1, 0)
+    ok(await ledger.activation(1))
+    await ledger.ack("w", 1)
+    ended = await ledger.get("/activations/act-1")
+    assert [(r["ack"], r["incarnation"]) for r in ended["required"]] == [("matching", "w-1")]
+    await ledger.ack("w", 1)
+    await ledger.ack("w", 1, "0" * 64)
+    await ledger.worker("w", "w-2", ack=False)
+    assert await ledger.get("/activations/act-1") == ended
+    assert (await ledger.get("/activations"))["activations"] == [ended]
+
+
+async def test_a_manifest_with_a_wrong_size_harms_nobody_s_file(ledger: Ledger) -> None:
+    """The bytes of one sha256 are kept once, for every run: another run's mistake takes nothing out."""
+    await ledger.publish(1, 0, b"shared")
+    sha256 = (await ledger.get("/policies/1"))["files"][0]["sha256"]
+    other = await Ledger.create(ledger.api, "other")
+    ok(await other.prepare(1, 0, files=[{"name": "a", "size": 7, "sha256": sha256}]))
+    refused(await other.call("POST", "/policies/1/commit"), 409, "artifact_incomplete")
+    assert (await ledger.call("GET", "/policies/1/files/a/w.bin")).content == b"shared"
+    twice = [{"name": name, "size": size, "sha256": sha256} for name, size in (("a", 6), ("b", 7))]
+    refused(await other.prepare(2, 0, files=twice), 422, "invalid_request")
+
+
+async def test_the_last_part_sent_again_is_there_already(ledger: Ledger) -> None:
+    ok(await ledger.prepare(1, 0, b"whole file"))
+    path = "/policies/1/files/a/w.bin?offset="
+    assert not ok(await ledger.call("PUT", path + "0", content=b"whole "))["stored"]
+    for _ in range(2):
+        answer = ok(await ledger.call("PUT", path + "6", content=b"file"))
+        assert (answer["received"], answer["stored"]) == (10, True)

@@ -48,6 +48,7 @@ EXAMPLES = 20
 UNSAYABLE: dict[tuple[str, str, str | None], str] = {
     ("create_run", "invalid_request", "settings"): "min_usable lies within group_size, one retention within the other",
     ("prepare_policy", "invalid_file_name", "files"): "no two files have one name, and none is another's folder",
+    ("prepare_policy", "invalid_request", "files"): "one sha256 has one size",
     ("prepare_policy", "invalid_request", "body"): "a stream has a hash and no files, others have files and no hash",
     ("prepare_policy", "artifact_uri_not_allowed", "uri"): "a URI lies below a prefix of the coordinator's settings",
     ("rescore_group", "invalid_request", "rewards"): "no rollout is named twice, and sums are finite",

@@ -246,3 +246,27 @@ async def test_a_stream_has_a_hash_and_no_files_and_others_have_files_and_no_has
         {"kind": "full"},
     ):
         refused(await ledger.call("POST", "/policies", body | wrong), 422, "invalid_request")
+
+
+async def test_a_rollback_to_what_the_store_has_lost_changes_nothing(ledger: Ledger) -> None:
+    await line(ledger, 1, 2)
+    store = ledger.api.app.state.artifacts
+    sha256 = (await ledger.get("/policies/1"))["files"][0]["sha256"]
+    store.path(sha256).unlink()
+    before = await versions(ledger)
+    body = {"to_version": 1, "reason": "x", "activation_id": "n"}
+    refused(await ledger.call("PUT", "/rollbacks/r", body), 409, "policy_not_durable")
+    assert await versions(ledger) == before
+    # A withdrawal is made whatever the store holds; its restoring version waits for its file.
+    answer = await withdraw(ledger, 2)
+    assert (answer["restoring"]["version"], answer["restoring"]["state"]) == (3, "prepared")
+    ok(await ledger.upload(3, b"weights 1"))
+    assert ok(await ledger.call("POST", "/policies/3/commit"))["state"] == "committed"
+
+
+async def test_one_rollback_id_is_one_rollback(ledger: Ledger) -> None:
+    await line(ledger, 1, 2)
+    await roll_back(ledger, 1)
+    for other in ({"version": 9}, {"activation_id": "a"}, {"to_version": 0}):
+        body = {"to_version": 1, "reason": "x"} | other
+        refused(await ledger.call("PUT", "/rollbacks/back", body), 409, "rollback_conflict")
