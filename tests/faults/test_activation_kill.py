@@ -65,7 +65,7 @@ def steps(run: Run, workers: list[Worker], folder: Path, version: int) -> list[C
 def test_killed_between_each_pair_of_steps_it_stands_as_before(owner: ServerProcess, tmp_path: Path) -> None:
     kills = 0
     with Coordinator(owner.url, owner.token) as coordinator:
-        run = new_run(coordinator)
+        run = new_run(coordinator, lost_after_seconds=3600)  # nobody sends heartbeats here
         workers = [new_worker(run, f"w{n}") for n in range(2)]
         for number, step in enumerate(steps(run, workers, write_adapter(tmp_path / "one", b"1"), 1)):
             step()
@@ -85,7 +85,7 @@ def test_killed_in_the_middle_of_each_step_the_client_gets_through_and_nothing_i
 ) -> None:
     kills = 0
     with Coordinator(owner.url, owner.token) as coordinator:
-        run = new_run(coordinator)
+        run = new_run(coordinator, lost_after_seconds=3600)  # nobody sends heartbeats here
         workers = [new_worker(run, f"w{n}") for n in range(2)]
         for version in range(1, ROUNDS + 1):
             folder = write_adapter(tmp_path / str(version), b"%d" % version)

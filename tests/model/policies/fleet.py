@@ -564,20 +564,26 @@ class Fleet:
         withdrawn = [n for n, v in self.versions.items() if number in self.ancestors(n) and v.state not in ENDED]
         released, quarantined = self._undo(withdrawn)
         restoring: int | None = None
-        if self.active in withdrawn:
+        usable = self.versions[self.active].state == "active" or any(
+            n > self.active and v.state in ("prepared", "committed") for n, v in self.versions.items()
+        )
+        needed = self.active in withdrawn or not usable
+        if needed:
+            bad = self.versions[number].artifact_hash
             durable = [
                 n
                 for n in self.ancestors(self.active)
                 if (v := self.versions[n]).kind != "stream" and v.was_committed and v.state not in ENDED
+                if v.artifact_hash != bad
             ]
             restoring = self._restore(durable[0]) if durable else None
         if restoring is not None:
             self.commit(restoring)
-        return tuple(withdrawn), released, quarantined, restoring, self.active in withdrawn and restoring is None
+        return tuple(withdrawn), released, quarantined, restoring, needed and restoring is None
 
     def roll_back(self, name: str, to: int, opening: str | None) -> Answer:
         if name in self.rollbacks:
-            if self.rollbacks[name][0] != to:
+            if self.rollbacks[name][0] != to or opening not in (None, self.rollbacks[name][1][4]):
                 raise Refused("rollback_conflict")
             return self.rollbacks[name][1]
         version = self.version(to)
