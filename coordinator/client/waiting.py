@@ -47,11 +47,13 @@ class Waiting:
             return
         self._said = words
         self.next_at = now + _EVERY_SECONDS
+        # One that waits for its turn has no deadline yet.
+        deadline = activation.deadline_at and f"; its deadline is {activation.deadline_at:%H:%M:%S} UTC"
         _log.info(
-            "activation %s of version %d waits for %s (%.0f s so far; its deadline is %s)",
+            "activation %s of version %d waits for %s (%.0f s so far%s)",
             activation.activation_id,
             activation.version,
             words,
             now - self._began,
-            f"{activation.deadline_at:%H:%M:%S} UTC",
+            deadline or "",
         )

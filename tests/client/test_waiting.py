@@ -40,8 +40,8 @@ def activation(
         dropped=(),
         reason=reason,
         asked_at=at,
-        opened_at=at,
-        deadline_at=at,
+        opened_at=None if state == "waiting" else at,
+        deadline_at=None if state == "waiting" else at,
         ended_at=None,
     )
 
@@ -59,6 +59,7 @@ def test_it_is_said_after_two_seconds_then_when_it_changes_and_every_ten(caplog:
         waiting.look(view, now)
         assert waiting.next_at > now
         said += [(now, record.getMessage()) for record in caplog.records]
+    deadline = "; its deadline is 03:04:05 UTC"
     words = [
         (102.0, "a (no ack yet), b (mismatched ack: another hash)"),
         (112.0, "a (no ack yet), b (mismatched ack: another hash)"),
@@ -68,7 +69,10 @@ def test_it_is_said_after_two_seconds_then_when_it_changes_and_every_ten(caplog:
         (125.0, "the activation that is open before it"),
     ]
     assert said == [
-        (at, f"activation to-1 of version 1 waits for {what} ({at - 100:.0f} s so far; its deadline is 03:04:05 UTC)")
+        (
+            at,
+            f"activation to-1 of version 1 waits for {what} ({at - 100:.0f} s so far{'' if at == 125.0 else deadline})",
+        )
         for at, what in words
     ]
 
@@ -99,6 +103,30 @@ def test_activate_says_whom_it_waits_for_until_all_have_acked(
     for worker, named in zip(workers, ("w1 (no ack yet), w2 (no ack yet) (", "for w2 (no ack yet) ("), strict=True):
         until_there(lambda: any(named in record.getMessage() for record in caplog.records))  # noqa: B023
         worker.ack(1, policy.artifact_hash)
+    trainer.join(60)
+    assert states == ["succeeded"]
+
+
+def test_activate_waits_for_its_turn_behind_an_older_version(
+    coordinator: Coordinator, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "coordinator.client")
+    run = new_run(coordinator)
+    worker = new_worker(run)
+    first, second = (
+        run.publish(
+            version=n, parent_version=n - 1, folder=write_adapter(tmp_path / str(n), b"%d" % n), base_model=BASE
+        )
+        for n in (1, 2)
+    )
+    run.open_activation(1, "to-1")
+    states: list[str] = []
+    trainer = threading.Thread(target=lambda: states.append(run.activate(2, "to-2").state))
+    trainer.start()
+    until_there(lambda: any("waits for the activation that is open before it (" in m for m in caplog.messages))
+    worker.ack(1, first.artifact_hash)
+    until_there(lambda: run.activation("to-2").state == "open")
+    worker.ack(2, second.artifact_hash)
     trainer.join(60)
     assert states == ["succeeded"]
 
