@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from coordinator.operations.journal import record_event
 from coordinator.policies import activation, queries
-from coordinator.policies.reading import find_activation
+from coordinator.policies.reading import required_workers
 from coordinator.runs.service import Run, lock_run
 from coordinator.wire.policies import ActivationVerdict
 
@@ -19,7 +18,7 @@ async def leave(connection: AsyncConnection, run: Run, worker_id: str, reason: s
     opened = (await connection.execute(queries.OPEN_ACTIVATION, {"run_no": run.run_no})).one_or_none()
     if opened is None or not await _drop(connection, run, opened.activation_id, worker_id, reason, actor):
         return
-    if (await find_activation(connection, run, opened.activation_id)).required:
+    if await _remaining(connection, run, opened.activation_id):
         await activation.switch_if_ready(connection, run, opened.version, actor)
     else:
         await activation.fail(connection, run, opened, "no_required_workers: the last one left", actor)
@@ -48,42 +47,50 @@ async def _drop_and_fence(
 
 
 async def tend(connection: AsyncConnection, run_id: str) -> bool:
-    """What the clock does to a run's open activation: drops workers where the run says so, and fails it at its
+    """What the clock does to a run's open activation: drops workers where the run says so, and ends it at its
     deadline. Whether anything changed."""
     run = await lock_run(connection, run_id)
     opened = (await connection.execute(queries.OPEN_ACTIVATION, {"run_no": run.run_no})).one_or_none()
     if opened is None:
         return False
+    dropped = run.settings.on_lost == "drop" and await _drop_absent(connection, run, opened)
+    if dropped and await _switched(connection, run, opened.version):
+        return True
     keys = {"run_no": run.run_no, "activation_id": opened.activation_id}
-    dropping = run.settings.on_lost == "drop"
-    leaving: Sequence[Any] = ()
-    if dropping:
-        rows = await connection.execute(
-            queries.ABSENT_WORKERS, keys | {"lost_after_seconds": run.settings.lost_after_seconds}
-        )
-        absent = rows.all()
-        spare = (await _remaining(connection, run, opened.activation_id)) - run.settings.min_workers
-        leaving = absent[: max(0, spare)]
-        for row in leaving:
-            await _drop_and_fence(connection, run, opened.activation_id, row.worker_id, row.why)
-        if leaving and await _switched(connection, run, opened.version):
-            return True
     if not await connection.scalar(queries.IS_OVERDUE, keys):
-        return bool(leaving)
+        return dropped
+    await _end_overdue(connection, run, opened)
+    return True
+
+
+async def _drop_absent(connection: AsyncConnection, run: Run, opened: Any) -> bool:
+    """Drops those that are lost or fenced, as long as enough remain. Whether there were any."""
+    keys = {"run_no": run.run_no, "activation_id": opened.activation_id}
+    rows = await connection.execute(
+        queries.ABSENT_WORKERS, keys | {"lost_after_seconds": run.settings.lost_after_seconds}
+    )
+    absent = rows.all()
+    spare = (await _remaining(connection, run, opened.activation_id)) - run.settings.min_workers
+    leaving = absent[: max(0, spare)]
+    for row in leaving:
+        await _drop_and_fence(connection, run, opened.activation_id, row.worker_id, row.why)
+    return bool(leaving)
+
+
+async def _end_overdue(connection: AsyncConnection, run: Run, opened: Any) -> None:
+    """At the deadline: goes on without those that did not confirm, where the run says so and enough did; else fails."""
     verdict = await activation.judge(connection, run, opened)
     silent = [*verdict.missing_workers, *verdict.mismatched_workers]
-    committed = verdict.reason != "artifact_not_committed"
-    if dropping and committed and run.settings.activation == "last_ack":
+    dropping = run.settings.on_lost == "drop" and run.settings.activation == "last_ack"
+    if silent and dropping and verdict.reason != "artifact_not_committed":
         acked = (await _remaining(connection, run, opened.activation_id)) - len(silent)
-        if silent and acked >= run.settings.min_workers:
+        if acked >= run.settings.min_workers:
             for worker_id in silent:
                 await _drop_and_fence(connection, run, opened.activation_id, worker_id, "no matching ack in time")
-            if await _switched(connection, run, opened.version):
-                return True
-            verdict = await activation.judge(connection, run, opened)
-            silent = []
+            # All that remain have confirmed, and the artifact is committed: nothing stands in the way any more.
+            await activation.switch_if_ready(connection, run, opened.version, "clock")
+            return
     await activation.fail(connection, run, opened, _overdue(verdict, silent), "clock")
-    return True
 
 
 def _overdue(verdict: ActivationVerdict, silent: list[str]) -> str:
@@ -93,7 +100,7 @@ def _overdue(verdict: ActivationVerdict, silent: list[str]) -> str:
 
 
 async def _remaining(connection: AsyncConnection, run: Run, activation_id: str) -> int:
-    return len((await find_activation(connection, run, activation_id)).required)
+    return len((await required_workers(connection, run, activation_id))[activation_id])
 
 
 async def _switched(connection: AsyncConnection, run: Run, version: int) -> bool:

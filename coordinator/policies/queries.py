@@ -2,7 +2,7 @@
 
 from sqlalchemy import text
 
-from coordinator.storage.lost import LOST
+from coordinator.storage.lost import LOST, lost_after
 
 _VERSION = """
     version, artifact_hash, kind, state, parent_version, rollback_version, lag_clock,
@@ -137,8 +137,9 @@ END_ACTIVATION = text("""
 """)
 
 KEEP_WHAT_WAS_SAID = text("""
-    UPDATE activation_workers SET ended_as = CAST(:said AS jsonb)
-    WHERE run_no = :run_no AND activation_id = :activation_id AND worker_id = :worker_id
+    UPDATE activation_workers q SET ended_as = CAST(s.said AS jsonb)
+    FROM unnest(CAST(:worker_ids AS text[]), CAST(:said AS text[])) AS s (worker_id, said)
+    WHERE q.run_no = :run_no AND q.activation_id = :activation_id AND q.worker_id = s.worker_id
 """)
 
 DROP_WORKER = text("""
@@ -174,12 +175,12 @@ IS_OVERDUE = text("""
 """)
 
 # Runs with an open activation that is past its deadline, or whose lost and fenced workers are to be dropped.
-TO_TEND = text("""
+TO_TEND = text(f"""
     SELECT r.run_id FROM activations a JOIN runs r USING (run_no)
     WHERE a.state = 'open' AND (a.deadline_at <= clock_timestamp() OR (
         r.settings ->> 'on_lost' = 'drop' AND EXISTS (
             SELECT FROM activation_workers q JOIN workers w USING (run_no, worker_id)
             WHERE q.run_no = a.run_no AND q.activation_id = a.activation_id AND q.dropped_at IS NULL
-              AND (w.fenced_reason IS NOT NULL OR GREATEST(w.heartbeat_at, w.asleep_until) <= clock_timestamp()
-                   - make_interval(secs => CAST(r.settings ->> 'lost_after_seconds' AS float8))))))
+              AND (w.fenced_reason IS NOT NULL
+                   OR {lost_after("CAST(r.settings ->> 'lost_after_seconds' AS float8)")}))))
 """)

@@ -20,7 +20,7 @@ from coordinator.wire.policies import (
 )
 
 
-async def _required(
+async def required_workers(
     connection: AsyncConnection, run: Run, activation_id: str | None
 ) -> dict[str, list[RequiredWorker]]:
     """The required workers of one activation, or of all, with what they said."""
@@ -47,9 +47,16 @@ async def _required(
 
 async def keep_what_was_said(connection: AsyncConnection, run: Run, activation_id: str) -> None:
     """As an activation ends: what its required workers said stays with it, whatever they say later."""
-    for worker in (await _required(connection, run, activation_id))[activation_id]:
-        keys = {"run_no": run.run_no, "activation_id": activation_id, "worker_id": worker.worker_id}
-        await connection.execute(queries.KEEP_WHAT_WAS_SAID, keys | {"said": worker.model_dump_json()})
+    required = (await required_workers(connection, run, activation_id))[activation_id]
+    await connection.execute(
+        queries.KEEP_WHAT_WAS_SAID,
+        {
+            "run_no": run.run_no,
+            "activation_id": activation_id,
+            "worker_ids": [worker.worker_id for worker in required],
+            "said": [worker.model_dump_json() for worker in required],
+        },
+    )
 
 
 async def _dropped(connection: AsyncConnection, run: Run, activation_id: str | None) -> dict[str, list[DroppedWorker]]:
@@ -74,7 +81,7 @@ async def find_activation(connection: AsyncConnection, run: Run, activation_id: 
     ).one_or_none()
     if row is None:
         raise Refusal("activation_unknown", f"there is no activation {activation_id}")
-    required = (await _required(connection, run, activation_id))[activation_id]
+    required = (await required_workers(connection, run, activation_id))[activation_id]
     return _view(row, required, (await _dropped(connection, run, activation_id))[activation_id])
 
 
@@ -86,7 +93,7 @@ async def get_activation(connection: AsyncConnection, run_id: str, activation_id
 async def list_activations(connection: AsyncConnection, run_id: str) -> ActivationList:
     """Every activation, oldest first."""
     run = await get_run(connection, run_id)
-    required = await _required(connection, run, None)
+    required = await required_workers(connection, run, None)
     dropped = await _dropped(connection, run, None)
     rows = await connection.execute(queries.LIST_ACTIVATIONS, {"run_no": run.run_no})
     return ActivationList(

@@ -73,10 +73,11 @@ async def take_ack(connection: AsyncConnection, run_id: str, worker_id: str, bod
             activation_id=activation_id,
         )
     keys = {"run_no": run.run_no, "worker_id": worker_id}
-    if reason not in ("ok", "policy_withdrawn") and not worker.fenced:
-        await set_fence(connection, run, worker_id, reason, caller.actor)
-    elif reason not in ("ok", "policy_withdrawn"):
-        await connection.execute(queries.VOID_ACKS, keys)
+    if reason not in ("ok", "policy_withdrawn"):
+        if worker.fenced:
+            await connection.execute(queries.VOID_ACKS, keys)
+        else:
+            await set_fence(connection, run, worker_id, reason, caller.actor)
     lifted = (
         reason == "ok"
         and worker.fenced
