@@ -138,7 +138,7 @@ async def commit(
         if small:
             faulty = await verification.faulty_files(store, locations, policy)
         else:
-            faulty = await store.on_disk(_absent, store, policy)
+            faulty = await store.on_disk(absent, store, policy)
         if faulty:
             await database.transaction(_record_incomplete, run_id, version, faulty, caller.actor)
             raise Refusal("artifact_incomplete", verification.incomplete(faulty), files=faulty)
@@ -147,7 +147,8 @@ async def commit(
     return await database.transaction(verification.ask, run_id, version, caller.actor)
 
 
-def _absent(store: ArtifactStore, policy: PolicyView) -> list[str]:
+def absent(store: ArtifactStore, policy: PolicyView) -> list[str]:
+    """The files of a version that are not in the store. Blocks."""
     return [file.name for file in policy.files if not store.has(file.sha256, file.size)]
 
 

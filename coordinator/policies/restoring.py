@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 from sqlalchemy import text
@@ -12,11 +11,11 @@ from coordinator.errors import Refusal
 from coordinator.operations.access import Caller
 from coordinator.operations.journal import record_event
 from coordinator.policies import queries
-from coordinator.policies.service import find_version
+from coordinator.policies.service import find_version, insert_version
 from coordinator.runs.service import Run
 from coordinator.wire.policies import PolicyView
 
-# The nearest ancestor of the active version that was committed, leaves files behind, and is not withdrawn.
+# The version, or its nearest ancestor, that was committed, leaves files behind, and is not withdrawn.
 RESTORABLE = text("""
     WITH RECURSIVE ancestor AS (
         SELECT v.version, v.parent_version, 0 AS distance FROM policy_versions v
@@ -33,6 +32,9 @@ RESTORABLE = text("""
     ORDER BY a.distance LIMIT 1
 """)
 
+RESTORED = {"artifact_hash", "kind", "lag_clock", "base_model", "files", "digests", "uri"}
+"""What a restoring version has of the one that it brings back."""
+
 # The active version is out of use, and no other is on its way that is not.
 NOTHING_USABLE = text("""
     SELECT NOT EXISTS (
@@ -43,17 +45,14 @@ NOTHING_USABLE = text("""
 """)
 
 
-async def nearest_before(connection: AsyncConnection, run: Run) -> int | None:
-    """The nearest durable ancestor of the active version; None: there is none."""
-    active = await find_version(connection, run.run_no, run.active.version)
-    keys = {"run_no": run.run_no, "version": active.parent_version}
-    found: int | None = await connection.scalar(RESTORABLE, {**keys, "bad_hashes": []})
-    return found
-
-
-async def find(connection: AsyncConnection, run: Run, version: int) -> PolicyView:
-    """A version as it stands now."""
-    return await find_version(connection, run.run_no, version)
+async def nearest_durable(
+    connection: AsyncConnection, run: Run, version: int | None, bad_hashes: Sequence[str] = ()
+) -> PolicyView | None:
+    """This version, or the nearest of its ancestors, that can come back; artifacts of `bad_hashes` cannot. None: there
+    is none."""
+    keys = {"run_no": run.run_no, "version": version, "bad_hashes": list(bad_hashes)}
+    found = await connection.scalar(RESTORABLE, keys)
+    return None if found is None else await find_version(connection, run.run_no, found)
 
 
 async def restore_after(
@@ -69,60 +68,38 @@ async def restore_after(
     needed = run.active.version in withdrawn or await connection.scalar(NOTHING_USABLE, {"run_no": run.run_no})
     if not needed:
         return None, False
-    restored = await prepare_restoring(connection, run, number, caller, bad_hashes=bad_hashes)
-    return restored, restored is None
+    durable = await nearest_durable(connection, run, run.active.version, bad_hashes)
+    if durable is None:
+        return None, True
+    return await prepare_restoring(connection, run, durable, number, caller), False
 
 
 async def prepare_restoring(
-    connection: AsyncConnection,
-    run: Run,
-    number: int | None,
-    caller: Caller,
-    *,
-    of: int | None = None,
-    bad_hashes: Sequence[str] = (),
-) -> PolicyView | None:
-    """Prepares a version with the artifact and the lag clock of the version `of`, or of the nearest restorable ancestor
-    of the active one; None: there is none.
+    connection: AsyncConnection, run: Run, restored: PolicyView, number: int | None, caller: Caller
+) -> PolicyView:
+    """Prepares a version with the artifact and the lag clock of this one, under this number or the next.
 
     Its files lie in the artifact store already. The run's lock is held.
     """
-    keys = {"run_no": run.run_no}
-    asked = {"version": run.active.version if of is None else of, "bad_hashes": list(bad_hashes)}
-    ancestor = await connection.scalar(RESTORABLE, keys | asked)
-    if ancestor is None or of not in (None, ancestor):
-        return None
-    restored = await find_version(connection, run.run_no, ancestor)
-    newest: int = (await connection.execute(queries.NEWEST_VERSION, keys)).scalar_one()
+    newest: int = (await connection.execute(queries.NEWEST_VERSION, {"run_no": run.run_no})).scalar_one()
     if number is not None and number <= newest:
         raise Refusal("non_monotonic_version", f"the newest version is {newest}; {number} is not greater")
-    version = newest + 1 if number is None else number
-    await connection.execute(
-        queries.INSERT_VERSION,
-        keys
-        | {
-            "version": version,
-            "artifact_hash": restored.artifact_hash,
-            "kind": restored.kind,
-            "parent_version": ancestor,
-            "rollback_version": None,
-            "lag_clock": restored.lag_clock,
-            "base_model": json.dumps(restored.base_model.model_dump()),
-            "files": json.dumps([file.model_dump() for file in restored.files]),
-            "updates": [],
-            "digests": json.dumps(restored.digests),
-            "uri": restored.uri,
-        },
-    )
+    made = restored.model_dump(include=RESTORED) | {
+        "version": newest + 1 if number is None else number,
+        "parent_version": restored.version,
+        "rollback_version": None,
+        "updates": [],
+    }
+    view = await insert_version(connection, run, made)
     await record_event(
         connection,
         run.run_no,
         "policy.prepared",
-        str(version),
+        str(view.version),
         caller.actor,
-        artifact_hash=restored.artifact_hash,
-        parent_version=ancestor,
-        updates=[],
-        restores=ancestor,
+        artifact_hash=view.artifact_hash,
+        parent_version=view.parent_version,
+        updates=list(view.updates),
+        restores=restored.version,
     )
-    return await find_version(connection, run.run_no, version)
+    return view

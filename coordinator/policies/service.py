@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -13,7 +14,7 @@ from coordinator.operations.journal import record_event
 from coordinator.policies import queries
 from coordinator.policies.removal import hold_off_removal
 from coordinator.rules.manifest import artifact_hash
-from coordinator.runs.service import get_run, lock_run
+from coordinator.runs.service import Run, get_run, lock_run
 from coordinator.storage.locations import LocationError, Locations
 from coordinator.wire.policies import PolicyList, PolicyView, PreparePolicy
 
@@ -115,31 +116,35 @@ async def prepare(
     if open_updates:
         raise Refusal("update_not_committed", f"not committed: {', '.join(open_updates)}")
     await hold_off_removal(connection)
-    await connection.execute(
-        queries.INSERT_VERSION,
-        {
-            "run_no": run.run_no,
-            "version": body.version,
-            "artifact_hash": named,
-            "kind": body.kind,
-            "parent_version": body.parent_version,
-            "rollback_version": body.rollback_version,
-            "lag_clock": lag_clock,
-            "base_model": json.dumps(base_model),
-            "files": json.dumps(files),
-            "updates": list(body.updates),
-            "digests": json.dumps(body.digests),
-            "uri": uri,
-        },
-    )
+    made = {
+        "version": body.version,
+        "artifact_hash": named,
+        "kind": body.kind,
+        "parent_version": body.parent_version,
+        "rollback_version": body.rollback_version,
+        "lag_clock": lag_clock,
+        "base_model": base_model,
+        "files": files,
+        "updates": list(body.updates),
+        "digests": body.digests,
+        "uri": uri,
+    }
+    view = await insert_version(connection, run, made)
     await record_event(
         connection,
         run.run_no,
         "policy.prepared",
-        str(body.version),
+        str(view.version),
         caller.actor,
-        artifact_hash=named,
-        parent_version=body.parent_version,
-        updates=list(body.updates),
+        artifact_hash=view.artifact_hash,
+        parent_version=view.parent_version,
+        updates=list(view.updates),
     )
-    return await find_version(connection, run.run_no, body.version), True
+    return view, True
+
+
+async def insert_version(connection: AsyncConnection, run: Run, made: Mapping[str, Any]) -> PolicyView:
+    """Adds a prepared version of these fields. The run's lock is held."""
+    documents = {name: json.dumps(made[name]) for name in ("base_model", "files", "digests")}
+    await connection.execute(queries.INSERT_VERSION, {"run_no": run.run_no} | dict(made) | documents)
+    return await find_version(connection, run.run_no, made["version"])

@@ -11,20 +11,26 @@ from coordinator.operations.journal import record_event
 from coordinator.policies import activation
 from coordinator.runs.service import Run
 
-# Versions that these updates made, and every descendant of theirs: its weights contain the same steps. One that
-# restores an older artifact has that one as its parent, so it is not among them.
-MADE_BY = text("""
-    WITH RECURSIVE made AS (
-        SELECT version FROM policy_versions
-        WHERE run_no = :run_no AND updates && CAST(:update_ids AS text[])
-        UNION
-        SELECT v.version FROM policy_versions v JOIN made m ON v.parent_version = m.version
-        WHERE v.run_no = :run_no
-    )
-    SELECT v.version FROM policy_versions v JOIN made USING (version)
-    WHERE v.run_no = :run_no AND v.state NOT IN ('withdrawn', 'abandoned')
-    ORDER BY v.version FOR UPDATE OF v
-""")
+
+def _descended(seed: str) -> TextClause:
+    """Of the versions that this condition picks, these and every descendant: its weights contain the same steps. One
+    that restores an older artifact has that one as its parent, so it is not among them."""
+    return text(f"""
+        WITH RECURSIVE made AS (
+            SELECT version FROM policy_versions WHERE run_no = :run_no AND {seed}
+            UNION
+            SELECT v.version FROM policy_versions v JOIN made m ON v.parent_version = m.version
+            WHERE v.run_no = :run_no
+        )
+        SELECT v.version FROM policy_versions v JOIN made USING (version)
+        WHERE v.run_no = :run_no AND v.state NOT IN ('withdrawn', 'abandoned')
+        ORDER BY v.version FOR UPDATE OF v
+    """)
+
+
+MADE_BY = _descended("updates && CAST(:update_ids AS text[])")
+
+DESCENDANTS = _descended("version = :version")
 
 # Versions that are neither an ancestor of this one nor it itself.
 NOT_ANCESTORS = text("""
@@ -37,18 +43,6 @@ NOT_ANCESTORS = text("""
     SELECT v.version FROM policy_versions v
     WHERE v.run_no = :run_no AND v.version NOT IN (SELECT version FROM line)
       AND v.state NOT IN ('withdrawn', 'abandoned')
-    ORDER BY v.version FOR UPDATE OF v
-""")
-
-DESCENDANTS = text("""
-    WITH RECURSIVE made AS (
-        SELECT version FROM policy_versions WHERE run_no = :run_no AND version = :version
-        UNION
-        SELECT v.version FROM policy_versions v JOIN made m ON v.parent_version = m.version
-        WHERE v.run_no = :run_no
-    )
-    SELECT v.version FROM policy_versions v JOIN made USING (version)
-    WHERE v.run_no = :run_no AND v.state NOT IN ('withdrawn', 'abandoned')
     ORDER BY v.version FOR UPDATE OF v
 """)
 
@@ -69,7 +63,7 @@ async def not_ancestors(connection: AsyncConnection, run: Run, version: int) -> 
 
 
 async def descendants(connection: AsyncConnection, run: Run, version: int) -> list[int]:
-    """This version and those that were made from it, locked: their weights contain the same steps."""
+    """This version and those that were made from it, locked."""
     return await _found(connection, DESCENDANTS, run, version=version)
 
 

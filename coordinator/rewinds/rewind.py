@@ -15,6 +15,7 @@ from coordinator.errors import Refusal
 from coordinator.operations.access import Caller
 from coordinator.operations.journal import record_event
 from coordinator.policies import restoring, withdrawal
+from coordinator.policies.service import find_version
 from coordinator.rewinds.undoing import undo
 from coordinator.rollouts.queries import CHANGE_VERSIONS
 from coordinator.runs.service import Run, get_run, lock_run
@@ -167,7 +168,7 @@ async def _view(connection: AsyncConnection, run: Run, row: Any) -> RewindView:
         reason=row.reason,
         actor=row.actor,
         at=row.at,
-        restoring=None if restored is None else await restoring.find(connection, run, restored),
+        restoring=None if restored is None else await find_version(connection, run.run_no, restored),
         **{name: answer[name] for name in _ANSWERED},
     )
 

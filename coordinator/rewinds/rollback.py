@@ -13,6 +13,7 @@ from coordinator.operations.access import Caller
 from coordinator.operations.journal import record_event
 from coordinator.policies import restoring, withdrawal
 from coordinator.policies.activation import open_activation
+from coordinator.policies.files import absent
 from coordinator.policies.service import find_version, require_durable
 from coordinator.rewinds.undoing import lock_updates_of, undo
 from coordinator.rollouts.queries import CHANGE_VERSIONS
@@ -57,7 +58,7 @@ async def roll_back(
             raise Refusal("rollback_conflict", f"rollback {rollback_id} went to version {row.to_version}")
         return await _view(connection, run, row), False
     target = await _target(connection, run, body.to_version)
-    missing = [] if target.uri is not None else await artifacts.on_disk(_missing, artifacts, target)
+    missing = [] if target.uri is not None else await artifacts.on_disk(absent, artifacts, target)
     if missing:
         raise Refusal(
             "policy_not_durable", f"the artifact store has lost files of version {target.version}: {missing[0]}"
@@ -67,8 +68,7 @@ async def roll_back(
     fenced = await lock_updates_of(connection, run, withdrawn)
     cause = f"rollback {rollback_id}"
     undone = await undo(connection, run, cause, body.reason, caller, withdrawn=withdrawn, fenced=fenced)
-    restored = await restoring.prepare_restoring(connection, run, body.version, caller, of=to_version)
-    assert restored is not None, "it was found restorable under the run's lock"
+    restored = await restoring.prepare_restoring(connection, run, target, body.version, caller)
     if body.activation_id is not None:
         opening = OpenActivation(activation_id=body.activation_id, supersede=True)
         await open_activation(connection, run_id, restored.version, opening, caller)
@@ -110,26 +110,22 @@ async def roll_back(
 async def _target(connection: AsyncConnection, run: Run, named: int | None) -> PolicyView:
     """The version to go back to: the one that was named, else the one that the active version names, else its nearest
     durable ancestor."""
-    if named is None:
-        active = await find_version(connection, run.run_no, run.active.version)
-        named = active.rollback_version
-    if named is None:
-        named = await restoring.nearest_before(connection, run)
-    if named is None:
-        raise Refusal("policy_not_durable", f"no durable version lies before version {run.active.version}")
-    target = await find_version(connection, run.run_no, named)
+    active = await find_version(connection, run.run_no, run.active.version)
+    number = active.rollback_version if named is None else named
+    if number is None:
+        target = await restoring.nearest_durable(connection, run, active.parent_version)
+        if target is None:
+            raise Refusal("policy_not_durable", f"no durable version lies before version {active.version}")
+        return target
+    target = await find_version(connection, run.run_no, number)
     require_durable(target)
-    if named >= run.active.version:
+    if number >= active.version:
         raise Refusal(
             "policy_state",
-            f"version {named} is not earlier than the active one, {run.active.version}; "
+            f"version {number} is not earlier than the active one, {active.version}; "
             "withdraw the versions that are not to be used",
         )
     return target
-
-
-def _missing(artifacts: ArtifactStore, policy: PolicyView) -> list[str]:
-    return [file.name for file in policy.files if not artifacts.has(file.sha256, file.size)]
 
 
 async def _view(connection: AsyncConnection, run: Run, row: Any) -> RollbackView:
@@ -139,7 +135,7 @@ async def _view(connection: AsyncConnection, run: Run, row: Any) -> RollbackView
         reason=row.reason,
         actor=row.actor,
         at=row.at,
-        restoring=await restoring.find(connection, run, row.version),
+        restoring=await find_version(connection, run.run_no, row.version),
         **json.loads(row.answer),
     )
 
