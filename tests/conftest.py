@@ -19,9 +19,11 @@ def postgres() -> Iterator[Databases]:
 
 
 @pytest.fixture
-def database_url(postgres: Databases) -> str:
+def database_url(postgres: Databases) -> Iterator[str]:
     """A database of this test's own, at the newest schema."""
-    return postgres.migrated()
+    url = postgres.migrated()
+    yield url
+    postgres.give_back(url)
 
 
 @pytest.fixture

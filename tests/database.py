@@ -18,14 +18,20 @@ from coordinator.storage.migrations import upgrade
 from coordinator.storage.postgres import EmbeddedPostgres
 
 TEMPLATE = "migrated"
+DROPPED_AT_ONCE = 32
 
 
 class Databases:
-    """Databases on one server. Each goes with the server: to drop one takes a checkpoint, longer than most tests."""
+    """Databases on one server, which go with it or a little after they were given back.
+
+    To drop one takes a checkpoint, longer than most tests; to drop many takes little more than one. A thousand of
+    them would fill a small disk.
+    """
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._numbers = itertools.count()
+        self._given_back: list[str] = []
         self.create(TEMPLATE)
         upgrade(self.url_of(TEMPLATE))
 
@@ -33,8 +39,15 @@ class Databases:
         return make_url(self._url).set(database=name).render_as_string(hide_password=False)
 
     def create(self, name: str, template: str = "template1") -> str:
-        asyncio.run(self._execute(f'CREATE DATABASE "{name}" TEMPLATE "{template}"'))
+        asyncio.run(self._execute([f'CREATE DATABASE "{name}" TEMPLATE "{template}"']))
         return self.url_of(name)
+
+    def give_back(self, url: str) -> None:
+        """Says that nobody needs the database at `url` any more."""
+        self._given_back.append(str(make_url(url).database))
+        if len(self._given_back) == DROPPED_AT_ONCE:
+            asyncio.run(self._execute([f'DROP DATABASE "{name}" WITH (FORCE)' for name in self._given_back]))
+            self._given_back.clear()
 
     def empty(self) -> str:
         """A database without tables."""
@@ -44,10 +57,11 @@ class Databases:
         """A database at the newest schema."""
         return self.create(f"test_{next(self._numbers)}", TEMPLATE)
 
-    async def _execute(self, statement: str) -> None:
+    async def _execute(self, statements: list[str]) -> None:
         engine = create_async_engine(self._url, isolation_level="AUTOCOMMIT")
         async with engine.connect() as connection:
-            await connection.execute(text(statement))
+            for statement in statements:
+                await connection.execute(text(statement))
         await engine.dispose()
 
 

@@ -416,11 +416,11 @@ class Run:
         coordinator has verified them.
 
         `updates` names the committed updates that made it, `parent_version` the version they began from (None: it
-        begins a line of its own). Bytes that
-        the coordinator has are not sent again, and an upload that was broken off goes on where it was. `progress` is
-        called with a file's name, the bytes of it that are over so far and its size; what takes more than two seconds
-        is logged, too. With `uri` nothing is uploaded: the same files lie there, where coordinator and workers read
-        them, and the coordinator's COORDINATOR_ARTIFACT_URIS must allow it.
+        begins a line of its own), `rollback_version` the one to go back to should it go bad. Bytes that the coordinator
+        has are not sent again, and an upload that was broken off goes on where it was. `progress` is called with a
+        file's name, the bytes of it that are over so far and its size; what takes more than two seconds is logged, too.
+        With `uri` nothing is uploaded: the same files lie there, where coordinator and workers read them, and the
+        coordinator's COORDINATOR_ARTIFACT_URIS must allow it.
 
         `digests` states, by the layout of an engine's weights, what the engine must report once it holds them.
         Safe to repeat after a crash: the same content is a success. Raises ValueError for a folder that is no

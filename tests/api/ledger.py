@@ -236,6 +236,10 @@ class Ledger:
             self.hashes[version] = response.json()["artifact_hash"]
         return response
 
+    async def versions(self) -> dict[int, str]:
+        """Every policy version with its state."""
+        return {policy["version"]: policy["state"] for policy in (await self.get("/policies"))["policies"]}
+
     async def upload(self, version: int, content: bytes = b"w", name: str = "a/w.bin") -> httpx.Response:
         return await self.call("PUT", f"/policies/{version}/files/{name}", content=content)
 

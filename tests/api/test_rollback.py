@@ -16,10 +16,6 @@ async def withdraw(ledger: Ledger, version: int, **more: object) -> Json:
     return ok(await ledger.call("POST", f"/policies/{version}/withdraw", {"reason": "not finite"} | more))
 
 
-async def versions(ledger: Ledger) -> dict[int, str]:
-    return {p["version"]: p["state"] for p in (await ledger.get("/policies"))["policies"]}
-
-
 async def line(ledger: Ledger, *numbers: int) -> None:
     """Each of these versions becomes active after the one before."""
     for version in numbers:
@@ -37,7 +33,7 @@ async def test_an_earlier_artifact_comes_back_under_a_new_number(ledger: Ledger)
     assert (await ledger.get(""))["active"]["version"] == 3
     ok(await ledger.activation(4))
     assert (await ledger.ack("w", 4, ledger.hashes[1]))["activation"]["activated"]
-    assert await versions(ledger) == {0: "retired", 1: "retired", 2: "withdrawn", 3: "withdrawn", 4: "active"}
+    assert await ledger.versions() == {0: "retired", 1: "retired", 2: "withdrawn", 3: "withdrawn", 4: "active"}
     # Sent again it finds the same, and the same id for another version is another rollback.
     assert (await roll_back(ledger, 1))["restoring"]["version"] == 4
     body = {"to_version": 0, "reason": "x"}
@@ -100,7 +96,7 @@ async def test_one_call_opens_the_activation_too(ledger: Ledger) -> None:
 async def test_a_refused_rollback_changes_nothing(ledger: Ledger) -> None:
     await line(ledger, 1, 2)
     await ledger.publish(3, 2)
-    before = await versions(ledger)
+    before = await ledger.versions()
     body = {"to_version": 1, "reason": "x"}
     for to, code in ((2, "policy_state"), (3, "policy_state"), (9, "policy_version_unknown")):
         response = await ledger.call("PUT", "/rollbacks/r", body | {"to_version": to})
@@ -109,7 +105,7 @@ async def test_a_refused_rollback_changes_nothing(ledger: Ledger) -> None:
     ok(await ledger.call("POST", "/workers/w/fence", {"reason": "test"}))
     response = await ledger.call("PUT", "/rollbacks/r", body | {"activation_id": "a"})
     refused(response, 409, "no_required_workers")
-    assert await versions(ledger) == before
+    assert await ledger.versions() == before
     assert (await ledger.get("/rollbacks"))["rollbacks"] == []
     await ledger.api.token("trainer", "trainer")
     refused(await ledger.call("PUT", "/rollbacks/r", body, who="trainer"), 403, "forbidden")
@@ -163,7 +159,7 @@ async def test_withdrawing_a_candidate_fails_its_activation(ledger: Ledger) -> N
     assert (states["act-2"], states["act-3"]) == ("failed", "failed")
     again = await withdraw(ledger, 2)
     assert (again["withdrawn_versions"], again["fenced_updates"]) == ([], [])
-    assert await versions(ledger) == {0: "retired", 1: "active", 2: "withdrawn", 3: "withdrawn"}
+    assert await ledger.versions() == {0: "retired", 1: "active", 2: "withdrawn", 3: "withdrawn"}
 
 
 async def test_withdrawing_the_active_version_prepares_its_ancestor(ledger: Ledger) -> None:
@@ -253,10 +249,10 @@ async def test_a_rollback_to_what_the_store_has_lost_changes_nothing(ledger: Led
     store = ledger.api.app.state.artifacts
     sha256 = (await ledger.get("/policies/1"))["files"][0]["sha256"]
     store.path(sha256).unlink()
-    before = await versions(ledger)
+    before = await ledger.versions()
     body = {"to_version": 1, "reason": "x", "activation_id": "n"}
     refused(await ledger.call("PUT", "/rollbacks/r", body), 409, "policy_not_durable")
-    assert await versions(ledger) == before
+    assert await ledger.versions() == before
     # A withdrawal is made whatever the store holds; its restoring version waits for its file.
     answer = await withdraw(ledger, 2)
     assert (answer["restoring"]["version"], answer["restoring"]["state"]) == (3, "prepared")

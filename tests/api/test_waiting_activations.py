@@ -11,10 +11,6 @@ async def states(ledger: Ledger) -> dict[str, str]:
     return {a["activation_id"]: a["state"] for a in (await ledger.get("/activations"))["activations"]}
 
 
-async def versions(ledger: Ledger) -> dict[int, str]:
-    return {p["version"]: p["state"] for p in (await ledger.get("/policies"))["policies"]}
-
-
 async def published(ledger: Ledger, *numbers: int) -> None:
     for version in numbers:
         await ledger.publish(version, version - 1)
@@ -40,7 +36,7 @@ async def test_a_newer_version_waits_and_opens_when_the_open_one_ends(ledger: Le
     assert (await ledger.get("/watch"))["candidate"]["version"] == 2
     await ledger.ack("w", 2)
     assert (await ledger.ack("late", 2))["activation"]["activated"]
-    assert await versions(ledger) == {0: "retired", 1: "retired", 2: "active"}
+    assert await ledger.versions() == {0: "retired", 1: "retired", 2: "active"}
     told = [(e["event"], e["subject"]) for e in (await ledger.get("/journal"))["entries"] if "activat" in e["event"]]
     assert told == [
         ("activation.opened", "act-1"),
@@ -57,7 +53,7 @@ async def test_only_the_newest_waits(ledger: Ledger) -> None:
     ok(await ledger.activation(2))
     ok(await ledger.activation(3))
     assert await states(ledger) == {"act-1": "open", "act-2": "superseded", "act-3": "waiting"}
-    assert await versions(ledger) == {0: "active", 1: "committed", 2: "abandoned", 3: "committed"}
+    assert await ledger.versions() == {0: "active", 1: "committed", 2: "abandoned", 3: "committed"}
     refused(await ledger.activation(2, "again"), 409, "policy_state")
     failures = [(f["stage"], f["kind"], f["version"]) for f in (await ledger.get("/failures"))["failures"]]
     assert failures == [("activation", "superseded", 2)]
@@ -106,7 +102,7 @@ async def test_superseding_takes_the_place_of_the_one_that_waits_too(ledger: Led
     ok(await ledger.activation(3, supersede=True))
     assert await states(ledger) == {"act-1": "superseded", "act-2": "superseded", "act-3": "open"}
     assert (await ledger.ack("w", 3))["activation"]["activated"]
-    assert await versions(ledger) == {0: "retired", 1: "abandoned", 2: "abandoned", 3: "active"}
+    assert await ledger.versions() == {0: "retired", 1: "abandoned", 2: "abandoned", 3: "active"}
 
 
 async def test_a_refused_supersede_changes_nothing(ledger: Ledger) -> None:
@@ -116,7 +112,7 @@ async def test_a_refused_supersede_changes_nothing(ledger: Ledger) -> None:
     ok(await ledger.call("POST", "/workers/w/fence", {"reason": "test"}))
     refused(await ledger.activation(2, supersede=True), 409, "no_required_workers")
     assert await states(ledger) == {"act-1": "open"}
-    assert await versions(ledger) == {0: "active", 1: "committed", 2: "committed"}
+    assert await ledger.versions() == {0: "active", 1: "committed", 2: "committed"}
 
 
 async def test_giving_up_the_one_that_waits(ledger: Ledger) -> None:
@@ -127,7 +123,7 @@ async def test_giving_up_the_one_that_waits(ledger: Ledger) -> None:
     assert given_up["state"] == "given_up"
     refused(await ledger.call("POST", "/policies/2/activate"), 409, "activation_ended")
     assert (await ledger.ack("w", 1))["activation"]["activated"]
-    assert await versions(ledger) == {0: "retired", 1: "active", 2: "abandoned"}
+    assert await ledger.versions() == {0: "retired", 1: "active", 2: "abandoned"}
 
 
 async def test_nobody_is_left_when_its_turn_comes(ledger: Ledger) -> None:

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from tests.benchmarks.conftest import Benchmark
 
-ROOT = Path(__file__).parents[2]
 WAYS = ("over HTTP", "functions", "statements")
 LINES = {
     ("in, JSON", "over HTTP", 32),
@@ -21,26 +14,8 @@ LINES = {
 }
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """Where Postgres, which is another user where the tests run as root, can enter."""
-    folder = Path(tempfile.mkdtemp(prefix="coordinator-tests-"))
-    folder.chmod(0o755)
-    yield folder
-    shutil.rmtree(folder)
-
-
-def test_every_line_is_there_and_nothing_is_left(folder: Path) -> None:
-    few = ("--rollouts", "64", "--tokens", "16", "--repetitions", "1")
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.ledger", *few, "--json", str(folder / "numbers.json")],
-        cwd=ROOT,
-        env=os.environ | {"TMPDIR": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_every_line_is_there_and_nothing_is_left(benchmark: Benchmark, folder: Path) -> None:
+    done = benchmark("ledger", "--rollouts", "64", "--tokens", "16", "--repetitions", "1")
     found = json.loads((folder / "numbers.json").read_text())
     assert {(line["part"], line["way"], line["rollouts_per_call"]) for line in found["lines"]} == LINES
     for line in found["lines"]:
@@ -51,4 +26,3 @@ def test_every_line_is_there_and_nothing_is_left(folder: Path) -> None:
         assert any(all(word in row for word in shown) for row in done.stdout.splitlines())
     assert "fsync on" in found["machine"]["postgres"]
     assert "1 of 1, out, statements, 256 a call: " in done.stderr
-    assert [path.name for path in folder.iterdir()] == ["numbers.json"]

@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 
 from hypothesis import note
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from hypothesis.stateful import initialize, rule
 
 from coordinator.wire.runs import RunSettings
-from tests.model.ledger import Answer, Item, Ledger, Refused, Reward, Span, Wanted
+from tests.model.agreeing import AgreeingMachine
+from tests.model.ledger import Item, Ledger, Reward, Span, Wanted
 from tests.model.service import END_HOLD, KEEP_FOR_EVER, LAPSE, PASS_DEADLINE, WORKERS, Service
 
 EVIDENCE_BYTES = 6 * (4 + 1 + 4)
@@ -55,12 +56,7 @@ def often(weight: int, when: Callable[[LedgerMachine], object] = lambda self: Tr
     return taken
 
 
-def plain(answer: Any) -> Any:
-    """An answer as JSON has it."""
-    return [plain(a) for a in answer] if isinstance(answer, list | tuple) else answer
-
-
-class LedgerMachine(RuleBasedStateMachine):
+class LedgerMachine(AgreeingMachine):
     """One run from its creation on; `service` is set by whoever runs the machine.
 
     It has one rule, which draws among all calls: of many rules Hypothesis switches about half off in each example, and
@@ -68,36 +64,17 @@ class LedgerMachine(RuleBasedStateMachine):
     """
 
     service: ClassVar[Service]
-    agreed = False
 
     @initialize(settings=SETTINGS)
     def begin(self, settings: dict[str, Any]) -> None:
         self.service.create(settings)
-        self.ledger = Ledger(RunSettings.model_validate(settings), self.service.hashes[0], WORKERS)
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.twin = self.ledger = Ledger(RunSettings.model_validate(settings), self.service.hashes[0], WORKERS)
         self.compare()
 
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
         calls = [method for weight, when, method in CALLS if when(self) for _ in range(weight)]
         data.draw(st.sampled_from(calls), label="step")(self, data)
-
-    def both(self, name: str, *args: Any, retry: bool = True) -> Answer | str | None:
-        """Makes one call to both. The answer, or the code of the refusal, must be the same, and all that stands."""
-        note(f"{name}({', '.join(map(repr, args))})")
-        self.agreed = False
-        answers: list[Any] = []
-        for side in (self.service, self.ledger):
-            try:
-                answers.append(plain(getattr(side, name)(*args)))
-            except Refused as refused:
-                answers.append(str(refused))
-        assert answers[0] == answers[1], f"{name}: the service answers\n  {answers[0]}\nthe ledger\n  {answers[1]}"
-        if retry:
-            self.calls.append((name, args))
-        self.compare()
-        answer: Answer | str | None = answers[0]
-        return answer
 
     def compare(self) -> None:
         seen, ledger = self.service.seen(), self.ledger

@@ -11,11 +11,10 @@ from typing import Any, ClassVar
 
 from hypothesis import note
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from hypothesis.stateful import initialize, rule
 
 from coordinator.wire.runs import RunSettings
-from tests.model.ledger import Answer, Refused
-from tests.model.machine import plain
+from tests.model.agreeing import AgreeingMachine
 from tests.model.policies.fleet import Digest, Fleet
 from tests.model.policies.service import Service, sha256
 
@@ -48,19 +47,17 @@ def often(weight: int, when: Callable[[FleetMachine], object] = lambda self: Tru
     return taken
 
 
-class FleetMachine(RuleBasedStateMachine):
+class FleetMachine(AgreeingMachine):
     """One run from its creation on; `service` is set by whoever runs the machine. It has one rule, as `LedgerMachine`
     has, and for the same reason."""
 
     service: ClassVar[Service]
-    agreed = False
     place = 0
 
     @initialize(settings=SETTINGS, count=st.sampled_from([3, 3, 2]))
     def begin(self, settings: dict[str, Any], count: int) -> None:
         self.service.create(settings)
-        self.fleet = Fleet(RunSettings.model_validate(settings), self.service.hashes[0])
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.twin = self.fleet = Fleet(RunSettings.model_validate(settings), self.service.hashes[0])
         for name in NAMES[:count]:
             self.both("register", name, "1")
             self.both("ack", name, "1", 0, self.service.hashes[0], None, self.caches)
@@ -77,23 +74,6 @@ class FleetMachine(RuleBasedStateMachine):
         self.place += 1
         note(method.__name__)
         method(self, data)
-
-    def both(self, name: str, *args: Any, retry: bool = True) -> Answer | str | None:
-        """Makes one call to both. The answer, or the code of the refusal, must be the same, and all that stands."""
-        note(f"{name}({', '.join(map(repr, args))})")
-        self.agreed = False
-        answers: list[Any] = []
-        for side in (self.service, self.fleet):
-            try:
-                answers.append(plain(getattr(side, name)(*args)))
-            except Refused as refused:
-                answers.append(str(refused))
-        assert answers[0] == answers[1], f"{name}: the service answers\n  {answers[0]}\nthe fleet\n  {answers[1]}"
-        if retry:
-            self.calls.append((name, args))
-        self.compare()
-        answer: Answer | str | None = answers[0]
-        return answer
 
     def compare(self) -> None:
         fleet = self.fleet

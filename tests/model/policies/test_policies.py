@@ -5,30 +5,18 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import run_state_machine_as_test
 
 from coordinator.rules.activation import activate_policy_version
 from tests.ledger_checker import check_ledger
+from tests.model.agreeing import search
 from tests.model.policies.machine import FleetMachine
 from tests.model.policies.service import Service
 from tests.model.service import serving
 
-FIXED_EXAMPLES = 40
-
 
 def test_the_service_agrees_with_the_fleet_in_memory(database_url: str, pytestconfig: pytest.Config) -> None:
-    searched = pytestconfig.getoption("model_examples")
     with serving(database_url, Service) as FleetMachine.service:
-        run_state_machine_as_test(
-            FleetMachine,
-            settings=settings(
-                derandomize=searched is None,
-                max_examples=searched or FIXED_EXAMPLES,
-                stateful_step_count=40,
-                deadline=None,
-                suppress_health_check=list(HealthCheck),
-            ),
-        )
+        search(FleetMachine, pytestconfig)
     assert check_ledger(database_url) == []
 
 
