@@ -18,7 +18,6 @@ import ctypes
 import errno
 import fcntl
 import functools
-import hashlib
 import logging
 import os
 import random
@@ -86,9 +85,9 @@ class EmbeddedPostgres:
     was asked for; by default these lines go to this module's logger.
 
     For root the server runs as another user (see `server_account`). Where that user cannot reach ``folder``,
-    the files lie in ``home`` under /var/lib/rollout-coordinator, and programs out of its reach are copied
-    there; no permission of a folder that is not ours is changed. To remove such a server for good, remove
-    both ``folder`` and ``home``.
+    the files lie in ``home`` under /var/lib/rollout-coordinator, which a file ``elsewhere`` in ``folder`` names, and
+    programs out of its reach are copied there; no permission of a folder that is not ours is changed. To remove
+    such a server for good, remove both ``folder`` and ``home``.
     """
 
     home: Path
@@ -208,17 +207,34 @@ class EmbeddedPostgres:
 
     def _settle_home(self) -> Account | None:
         """Decide where the files are, and as whom the server runs (None: as the caller)."""
-        elsewhere = STATE_FOLDER / hashlib.sha256(os.fsencode(self.folder)).hexdigest()[:16]
-        is_here = (self.folder / "data").is_dir()
-        self.home = elsewhere if not is_here and (elsewhere / "data").is_dir() else self.folder
+        named = self.folder / "elsewhere"
+        self.home = Path(named.read_text()) if named.is_file() else self.folder
         account = server_account(self.home / "data")
-        if account and self.home == self.folder and not is_here and not can_enter(account, self.folder):
-            make_state_folder(STATE_FOLDER)
-            make_state_folder(elsewhere)
-            self.home = elsewhere
-        if self.home == elsewhere:
-            self._progress(f"the server's user cannot reach {self.folder}: the database is in {elsewhere}")
+        is_new = self.home == self.folder and not (self.folder / "data").is_dir()
+        if is_new and account and not can_enter(account, self.folder):
+            self.home = self._name_elsewhere(named)
+        if self.home != self.folder:
+            if not self.home.is_dir():
+                make_state_folder(STATE_FOLDER)
+                make_state_folder(self.home)
+            self._progress(f"the server's user cannot reach {self.folder}: the database is in {self.home}")
         return account
+
+    def _name_elsewhere(self, named: Path) -> Path:
+        """A folder under `STATE_FOLDER`, written down in the file ``named``: the same one if two ask at once.
+
+        Its name is drawn, not derived from the folder's: whoever removes a folder and makes it anew gets a new
+        database, not the old one.
+        """
+        draft = named.with_name(f"elsewhere.{secrets.token_hex(8)}")
+        draft.write_text(str(STATE_FOLDER / secrets.token_hex(8)))
+        try:
+            os.link(draft, named)
+        except FileExistsError:  # another process was first
+            pass
+        finally:
+            draft.unlink()
+        return Path(named.read_text())
 
     def _try_lock(self) -> int | None:
         lock = os.open(self.home / "server.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

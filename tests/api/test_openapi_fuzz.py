@@ -141,7 +141,7 @@ def whole_numbers(value: Any) -> Any:
         return {name: whole_numbers(inner) for name, inner in value.items()}
     if isinstance(value, list):
         return [whole_numbers(inner) for inner in value]
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53 else value
 
 
 def settle(case: schemathesis.Case) -> None:

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import asyncpg
@@ -328,10 +329,37 @@ def test_out_of_reach_of_the_server_user_data_and_programs_move(
         assert home.parent == spacious / "state"
         assert [line for line in said if "cannot reach" in line and str(home) in line]
         assert [line for line in said if "copying them" in line]
-        assert not list((closed / "pg").iterdir())
+        assert (closed / "pg" / "elsewhere").read_text() == str(home)
     else:  # the server runs as the caller, who reaches all of it
         assert home == closed / "pg"
         assert not (spacious / "state").exists()
+
+
+def test_a_folder_that_was_removed_and_made_anew_begins_with_an_empty_cluster(tmp_path: Path, spacious: Path) -> None:
+    """Where the server cannot reach it (as root in a private folder) and where it can."""
+    for folder in (tmp_path / "pg", spacious / "pg"):
+        homes = []
+        for _ in range(2):
+            with EmbeddedPostgres(folder) as server:
+                sql(server.start(), "CREATE TABLE kept AS SELECT 1 AS one")
+                homes.append(server.home)
+            shutil.rmtree(folder)
+        for home in homes:
+            shutil.rmtree(home, ignore_errors=True)
+
+
+def test_two_that_start_at_once_out_of_reach_share_one_cluster(tmp_path: Path) -> None:
+    servers = [EmbeddedPostgres(tmp_path / "pg") for _ in range(4)]
+    with ThreadPoolExecutor(len(servers)) as pool:
+        urls = set(pool.map(EmbeddedPostgres.start, servers))
+    homes = {server.home for server in servers}
+    try:
+        assert len(urls) == len(homes) == 1
+    finally:
+        for server in servers:
+            server.stop()
+        for home in homes:
+            shutil.rmtree(home, ignore_errors=True)
 
 
 def test_a_place_that_cannot_hold_files_is_an_error_of_one_line(spacious: Path) -> None:
