@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -31,18 +30,12 @@ try:
     from worker_agent.engines.engine import EngineError
     from worker_agent.logs import event, log_to_stderr
     from worker_agent.models import ModelError, identify, smollm2
-    from worker_agent.settings import WorkerSettings
+    from worker_agent.settings import EngineName, EngineSettings, WorkerSettings
     from worker_agent.tasks import TaskError, read_tasks
 except ModuleNotFoundError as missing:
     sys.exit(f"worker-agent: {_not_installed(missing)}")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-
-
-class EngineName(StrEnum):
-    """Engines that this command can start."""
-
-    vllm = "vllm"
 
 
 @app.callback()
@@ -84,7 +77,23 @@ def run(
             help="This worker's token. The environment variable keeps it out of the process list.",
         ),
     ] = None,
-    engine: Annotated[EngineName, typer.Option(envvar="WORKER_ENGINE", help="The inference engine.")] = EngineName.vllm,
+    engine: Annotated[
+        EngineName,
+        typer.Option(
+            envvar="WORKER_ENGINE",
+            help="The inference engine: vllm in this process, vllm-server over HTTP, or transformers, the slow "
+            "reference.",
+        ),
+    ] = EngineName.vllm,
+    engine_url: Annotated[
+        str | None,
+        typer.Option(
+            envvar="WORKER_ENGINE_URL",
+            help="With vllm-server: the address of a server that runs on the same model, for this worker alone. Left "
+            "out, one is started here and ends with this process; its output goes to vllm-server.log in the data "
+            "folder.",
+        ),
+    ] = None,
     threads: Annotated[
         int | None,
         typer.Option(min=1, envvar="WORKER_THREADS", help="CPU threads of the engine; left out: its own choice."),
@@ -122,6 +131,8 @@ def run(
     in order. Exit status: 0 done, 1 with the reason as the last log line.
     """
     log_to_stderr()
+    if engine_url is not None and engine is not EngineName.vllm_server:
+        raise typer.BadParameter(f"an engine's address is for vllm-server alone, not for {engine.value}")
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # read by torch and vLLM at their import, below
     try:
@@ -137,9 +148,18 @@ def run(
         with Coordinator(url, token) as coordinator:
             event("engine_starts", engine=engine.value, model=identity.name, sha256=identity.sha256)
             # Imported here: `worker-agent --help` is not to wait for torch.
-            from worker_agent.engines.vllm_engine import VllmEngine
+            from worker_agent.engines.start import start_engine
 
-            started = VllmEngine(folder, dtype=dtype, max_model_len=max_model_len)
+            started = start_engine(
+                folder,
+                EngineSettings(
+                    name=engine,
+                    dtype=dtype,
+                    max_model_len=max_model_len,
+                    url=engine_url,
+                    log=settings.folder(run_id) / "vllm-server.log",
+                ),
+            )
             try:
                 agent = Agent(coordinator.run(run_id), started, identity, settings, read_tasks(tasks))
                 _stop_on_signals(agent)

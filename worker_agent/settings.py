@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 
@@ -25,3 +26,27 @@ class WorkerSettings:
     def folder(self, run_id: str) -> Path:
         """The folder of this worker in this run."""
         return self.data / run_id / self.worker_id
+
+
+class EngineName(StrEnum):
+    """Engines that `worker-agent run` can start."""
+
+    vllm = "vllm"
+    vllm_server = "vllm-server"
+    transformers = "transformers"
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """The engine of one worker.
+
+    `dtype` is a torch dtype's name, `max_model_len` the longest prompt with its completion in tokens. `url` is the
+    address of a vLLM server that runs already, `log` the file for the output of one that is started; both are for
+    `vllm-server` alone.
+    """
+
+    name: EngineName
+    dtype: str = "float32"
+    max_model_len: int = 128
+    url: str | None = None
+    log: Path = Path("vllm-server.log")

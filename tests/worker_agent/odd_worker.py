@@ -58,7 +58,7 @@ class OddEngine(VllmEngine):
         if _word() != "zero_one":
             self._before = folder
             return digest
-        adapter = self._adapters[vllm_engine._key(policy)].lora_int_id
+        adapter = self._adapters[policy.key].lora_int_id
 
         def zero_one(worker: Any) -> None:
             manager = worker.model_runner.lora_manager._adapter_manager

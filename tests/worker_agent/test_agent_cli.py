@@ -18,7 +18,8 @@ from worker_agent.models import identify
 pytestmark = pytest.mark.xdist_group("models")
 
 
-def test_it_works_from_stdin_and_leaves_in_good_order_on_sigterm(tmp_path: Path, tiny_model: Path) -> None:
+@pytest.mark.parametrize("engine", ["vllm", "vllm-server", "transformers"])
+def test_it_works_from_stdin_and_leaves_in_good_order_on_sigterm(tmp_path: Path, tiny_model: Path, engine: str) -> None:
     server = ServerProcess(tmp_path / "data")
     server.start()
     model = identify(tiny_model)
@@ -32,6 +33,7 @@ def test_it_works_from_stdin_and_leaves_in_good_order_on_sigterm(tmp_path: Path,
         dtype="float32",
     )
     arguments = ["--run", "cli", "--worker-id", "w1", "--model", str(tiny_model), "--tasks", "-", "--threads", "1"]
+    arguments += ["--engine", engine]
     task = {"task_id": "t1", "messages": [{"role": "user", "content": "2+3="}]}
     try:
         with Coordinator(server.url, server.token) as coordinator:
@@ -65,7 +67,7 @@ def test_it_works_from_stdin_and_leaves_in_good_order_on_sigterm(tmp_path: Path,
             assert process.stdin is not None
             process.stdin.write(json.dumps(task).encode() + b"\n")
             process.stdin.flush()
-            end = time.monotonic() + 90
+            end = time.monotonic() + 300
             while len(list(run.rollouts())) < 3 and time.monotonic() < end:
                 assert process.poll() is None, (tmp_path / "agent.log").read_text()[-2000:]
                 time.sleep(0.1)
@@ -74,14 +76,35 @@ def test_it_works_from_stdin_and_leaves_in_good_order_on_sigterm(tmp_path: Path,
             lines = [line for line in (tmp_path / "agent.log").read_text().splitlines() if line.startswith("{")]
             assert code == 0, lines
             assert [r.rollout_id for r in run.rollouts()] == ["t1:0.0", "t1:1.0", "t1:2.0"]
-            assert [w.state for w in run.workers()] == ["deregistered"]
+            assert [(w.state, w.engine) for w in run.workers()] == [("deregistered", engine)]
             assert json.loads(lines[-1])["event"] == "deregistered"
     finally:
         server.stop()
 
 
-def test_an_engine_that_is_not_installed_is_named_with_its_extra(tmp_path: Path, tiny_model: Path) -> None:
-    arguments = ["run", "--run", "r", "--worker-id", "w1", "--model", str(tiny_model), "--tasks", "-"]
+def test_an_address_is_for_the_server_alone() -> None:
+    arguments = ["run", "--run", "r", "--worker-id", "w1", "--model", "m", "--tasks", "-", "--engine-url", "http://a"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "worker_agent.cli", *arguments], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 2 and "vllm-server alone" in ended.stderr
+
+
+@pytest.mark.parametrize("engine", ["vllm", "vllm-server"])
+def test_an_engine_that_is_not_installed_is_named_with_its_extra(tmp_path: Path, tiny_model: Path, engine: str) -> None:
+    arguments = [
+        "run",
+        "--engine",
+        engine,
+        "--run",
+        "r",
+        "--worker-id",
+        "w1",
+        "--model",
+        str(tiny_model),
+        "--tasks",
+        "-",
+    ]
     arguments += ["--url", "http://127.0.0.1:9", "--token", "none", "--data", str(tmp_path / "worker")]
     without = "import sys; sys.modules['vllm'] = None; from worker_agent.cli import main; main()"
     ended = subprocess.run(

@@ -19,11 +19,12 @@ pytestmark = pytest.mark.xdist_group("models")
 
 @pytest.fixture
 def run(coordinator: Coordinator) -> Run:
-    """Two versions of vLLM at work, one that has left, and an engine that gives no digest."""
+    """Two versions of vLLM and the reference at work, one that has left, and an engine that gives no digest."""
     run = new_run(coordinator)
     for worker_id, engine, version in (
         ("a", "vllm", "0.28.0"),
-        ("b", "vllm", "0.29.1"),
+        ("b", "vllm-server", "0.29.1"),
+        ("r", "transformers", "5.10.4"),
         ("gone", "vllm", "0.27.0"),
         ("c", "hand", "1"),
     ):
@@ -42,7 +43,8 @@ def test_the_learner_states_the_digest_for_each_engine_of_its_run(
     folder = tmp_path / "v1"
     published = learner.publish(run, version=1, parent_version=0, folder=folder, base_model=BASE)
     held = digest_of_folder(folder, "float32")
-    layouts = [lora_layout(version, "float32") for version in ("0.28.0", "0.29.1")]
+    kinds = (("vllm", "0.28.0"), ("vllm", "0.29.1"), ("transformers", "5.10.4"))
+    layouts = [str(lora_layout(engine, version, "float32")) for engine, version in kinds]
     assert (published.state, published.digests) == ("committed", dict.fromkeys(layouts, held))
 
     active = run.view().active

@@ -26,6 +26,11 @@ class Policy:
     kind: str
     folder: Path | None
 
+    @property
+    def key(self) -> tuple[str, int, str]:
+        """Run, version and hash: what tells policies apart."""
+        return self.run_id, self.version, self.artifact_hash
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -116,6 +121,28 @@ class Engine(Protocol):
     def close(self) -> None:
         """Free what the engine holds. It serves nothing afterwards."""
         ...
+
+
+def folder_of(policy: Policy, kinds: Sequence[str]) -> Path | None:
+    """Where the policy's files are, None for the base model.
+
+    Raises `EngineError` for a policy that is none of `kinds`, and for one whose folder does not fit its kind: nothing
+    else may pass for what an engine serves.
+    """
+    if policy.kind in kinds and (policy.folder is None) == (policy.kind == "base"):
+        return policy.folder
+    takes = " and ".join("base without a folder" if kind == "base" else f"{kind} with a folder" for kind in kinds)
+    raise EngineError(
+        f"policy version {policy.version} is of kind {policy.kind} with {policy.folder or 'no folder'}: this engine "
+        f"takes {takes}"
+    )
+
+
+def check_lengths(sequences: Sequence[Sequence[int]], longest: int) -> None:
+    """Raises `EngineError` naming the first sequence that is empty or has more than `longest` tokens."""
+    for index, tokens in enumerate(sequences):
+        if not 0 < len(tokens) <= longest:
+            raise EngineError(f"sequence {index} has {len(tokens)} tokens; this engine takes 1 to {longest}")
 
 
 def sample_seed(seed: int, index: int) -> int:

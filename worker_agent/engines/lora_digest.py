@@ -20,9 +20,17 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 
 
-def lora_layout(vllm_version: str, dtype: str) -> str:
-    """Names what such a digest is over: vLLM workers of the same name give equal ones for the same adapter."""
-    return f"vllm-{vllm_version}/lora/{dtype}/tp1"
+# By engine, the library whose memory the digest is of. An engine that is not here gives none.
+_LIBRARIES = {"vllm": "vllm", "vllm-server": "vllm", "transformers": "transformers"}
+
+
+def lora_layout(engine: str, version: str, dtype: str) -> str | None:
+    """Names what such a digest is over: engines of the same layout give equal ones for the same adapter.
+
+    `engine` and its `version` are as a worker registers them; None for an engine that gives no digest.
+    """
+    library = _LIBRARIES.get(engine)
+    return library and f"{library}-{version}/lora/{dtype}/tp1"
 
 
 class AdapterError(Exception):
@@ -58,7 +66,14 @@ def digest_of_folder(folder: Path, dtype: str) -> str:
             raise AdapterError(f"adapter folder {folder}: {key} of shape {tuple(tensor.shape)} is not of rank {rank}")
         tensor = tensor.to(getattr(torch, dtype))
         named.append((f"{module}.{matrix}", tensor * scaling if matrix == "B" else tensor))
-    return _digest(named)
+    return tensors_digest(named)
+
+
+def is_zero(folder: Path) -> bool:
+    """Whether the adapter in `folder` leaves its model as it is: every B is zero, as before the first step."""
+    from safetensors.torch import load_file
+
+    return not any(bool(w.any()) for key, w in load_file(folder / ADAPTER_WEIGHTS).items() if ".lora_B" in key)
 
 
 class LoraDigest:
@@ -102,7 +117,7 @@ class LoraDigest:
                     (key, rows.T)
                     for key, rows in _in_use(f"{part}.B", b_buffers[slot, 0].T, None if b is None else b.shape[1])
                 ]
-        return {"registered": _digest(registered), "active": None if slot is None else _digest(active)}
+        return {"registered": tensors_digest(registered), "active": None if slot is None else tensors_digest(active)}
 
 
 def _in_use(name: str, buffer: "torch.Tensor", rank: int | None) -> "list[tuple[str, torch.Tensor]]":
@@ -121,7 +136,8 @@ def _as_list(weights: Any, parts: int) -> list[Any]:
     return weights if isinstance(weights, list) else [weights]
 
 
-def _digest(named: "Iterable[tuple[str, torch.Tensor]]") -> str:
+def tensors_digest(named: "Iterable[tuple[str, torch.Tensor]]") -> str:
+    """sha256 (hex) over tensors by name, as the head of this module has it; their order does not matter."""
     import torch
 
     digest = hashlib.sha256()

@@ -6,7 +6,6 @@ request.
 
 import contextlib
 import itertools
-import math
 import os
 import threading
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.wire.workers import WeightDigest
+from worker_agent.engines.canary import CANARY, same_log_probs
 from worker_agent.engines.engine import (
     Completion,
     EngineError,
@@ -22,6 +22,8 @@ from worker_agent.engines.engine import (
     Policy,
     Prompt,
     Sampling,
+    check_lengths,
+    folder_of,
     sample_seed,
 )
 from worker_agent.engines.lora_digest import ADAPTER_CONFIG, AdapterError, LoraDigest, digest_of_folder, lora_layout
@@ -109,8 +111,7 @@ class VllmEngine:
                 worker_extension_cls=f"{LoraDigest.__module__}.{LoraDigest.__qualname__}",
             )
             self._tokenizer: Any = self._llm.get_tokenizer()
-            self._canary = tuple(range(min(8, len(self._tokenizer))))
-            self._base_canary = self._score([self._canary], None)[0]
+            self._base_canary = self._score([CANARY], None)[0]
         except BaseException:
             _one_engine.release()
             raise
@@ -138,7 +139,7 @@ class VllmEngine:
         with self._lock:
             self._check_open()
             digest: WeightDigest | None = None
-            if (folder := _adapter_folder(policy)) is None:
+            if (folder := folder_of(policy, self.kinds)) is None:
                 self._probe_base()
             else:
                 digest = self._load_adapter(policy, folder)
@@ -163,7 +164,7 @@ class VllmEngine:
         with self._lock:
             self._check_open()
             request = self._request_of(policy)
-            self._check_lengths([prompt.token_ids for prompt in prompts], self._max_model_len - 1)
+            check_lengths([prompt.token_ids for prompt in prompts], self._max_model_len - 1)
             inputs = [p for p in prompts for _ in range(p.samples)]
             with _refusals():
                 parameters = [
@@ -180,7 +181,7 @@ class VllmEngine:
                     for prompt in prompts
                     for index in range(prompt.samples)
                 ]
-            self._last_used = _key(policy)
+            self._last_used = policy.key
             outputs = self._run([p.token_ids for p in inputs], parameters, request)
             completions = iter([_completion(output) for output in outputs])
             return [list(itertools.islice(completions, prompt.samples)) for prompt in prompts]
@@ -193,15 +194,15 @@ class VllmEngine:
         with self._lock:
             self._check_open()
             request = self._request_of(policy)
-            self._check_lengths(sequences, self._max_model_len - 1)
+            check_lengths(sequences, self._max_model_len - 1)
             return self._score(sequences, request)
 
     def unload(self, policy: Policy) -> None:
         """Remove an adapter from the worker; the base model stays. See `Engine.unload`."""
         with self._lock:
             self._check_open()
-            if _key(policy) in self._adapters:
-                self._remove(_key(policy))
+            if policy.key in self._adapters:
+                self._remove(policy.key)
 
     def close(self) -> None:
         """Shut vLLM down. It takes torch's process group along: a learner in this process ends with it."""
@@ -216,7 +217,7 @@ class VllmEngine:
     def _load_adapter(self, policy: Policy, folder: Path) -> WeightDigest:
         from vllm.lora.request import LoRARequest
 
-        key = _key(policy)
+        key = policy.key
         try:
             expected = digest_of_folder(folder, self.dtype)
         except AdapterError as error:
@@ -251,7 +252,9 @@ class VllmEngine:
         if held["registered"] is None:
             return None
         return WeightDigest(
-            layout=lora_layout(self.version, self.dtype), registered=held["registered"], active=held["active"]
+            layout=str(lora_layout(self.name, self.version, self.dtype)),
+            registered=held["registered"],
+            active=held["active"],
         )
 
     def _remove(self, key: tuple[str, int, str]) -> None:
@@ -261,28 +264,20 @@ class VllmEngine:
             raise EngineError(f"vLLM still holds adapter {adapter.lora_name} after its removal: restart it")
 
     def _probe_base(self) -> None:
-        now = self._score([self._canary], None)[0]
-        tolerance = 1e-4 if self.dtype == "float32" else 5e-2
-        if not all(
-            math.isclose(a, b, rel_tol=0, abs_tol=tolerance) for a, b in zip(now, self._base_canary, strict=True)
-        ):
+        now = self._score([CANARY], None)[0]
+        if not same_log_probs(now, self._base_canary, self.dtype):
             raise EngineError("the base model no longer gives the log-probs it gave at its start: restart the engine")
 
     def _request_of(self, policy: Policy) -> Any:
-        if _adapter_folder(policy) is None:
+        if folder_of(policy, self.kinds) is None:
             return None
-        if _key(policy) not in self._adapters:
+        if policy.key not in self._adapters:
             raise EngineError(f"policy version {policy.version} ({policy.artifact_hash}) is not loaded: load it first")
-        return self._adapters[_key(policy)]
+        return self._adapters[policy.key]
 
     def _check_open(self) -> None:
         if self._closed:
             raise EngineError("this engine was closed: start another")
-
-    def _check_lengths(self, sequences: Sequence[Sequence[int]], longest: int) -> None:
-        for index, tokens in enumerate(sequences):
-            if not 0 < len(tokens) <= longest:
-                raise EngineError(f"sequence {index} has {len(tokens)} tokens; this engine takes 1 to {longest}")
 
     def _score(self, sequences: Sequence[Sequence[int]], request: Any) -> list[list[float]]:
         from vllm import SamplingParams
@@ -304,6 +299,40 @@ class VllmEngine:
             return list(self._llm.generate(prompts, list(parameters), lora_request=request, use_tqdm=False))
 
 
+def server_start(model: Path, dtype: str, max_model_len: int, max_num_seqs: int) -> tuple[list[str], dict[str, str]]:
+    """Arguments and environment of a vLLM server that serves as this module's engine does.
+
+    Variables that are already set win, but for those that the server cannot do without.
+    """
+    import torch
+
+    arguments = {
+        "--model": str(model),
+        "--served-model-name": "base",
+        "--dtype": dtype,
+        "--seed": "0",
+        "--max-model-len": str(max_model_len),
+        "--max-num-seqs": str(max_num_seqs),
+        "--logprobs-mode": "raw_logprobs",
+        "--distributed-executor-backend": "uni",
+        "--max-loras": str(MAX_ADAPTERS + 1),
+        "--max-lora-rank": str(MAX_LORA_RANK),
+        "--worker-extension-cls": f"{LoraDigest.__module__}.{LoraDigest.__qualname__}",
+    }
+    environment = dict(_ENVIRONMENT)
+    if not torch.cuda.is_available():
+        arguments["--block-size"] = "32"
+        environment |= _CPU_ENVIRONMENT
+    environment = {name: os.environ.get(name, value) for name, value in environment.items()}
+    environment |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_SERVER_DEV_MODE": "1",
+    }
+    flags = ["--enforce-eager", "--enable-prefix-caching", "--enable-lora", "--lora-target-modules", *TARGET_MODULES]
+    return [*(word for pair in arguments.items() for word in pair), *flags], environment
+
+
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
     """Turn vLLM's refusal of a request (sampling or token ids out of range) into an `EngineError`."""
@@ -313,22 +342,6 @@ def _refusals() -> Iterator[None]:
         yield
     except (ValueError, VLLMValidationError) as error:
         raise EngineError(f"vLLM refused the request: {error}") from error
-
-
-def _key(policy: Policy) -> tuple[str, int, str]:
-    return policy.run_id, policy.version, policy.artifact_hash
-
-
-def _adapter_folder(policy: Policy) -> Path | None:
-    """The adapter's folder, None for the base model; no other kind may pass for one of the two."""
-    if policy.kind == "base" and policy.folder is None:
-        return None
-    if policy.kind == "lora" and policy.folder is not None:
-        return policy.folder
-    raise EngineError(
-        f"policy version {policy.version} is of kind {policy.kind} with {policy.folder or 'no folder'}: this "
-        f"engine serves its base model (kind base, no folder) and adapters on it (kind lora, with a folder)"
-    )
 
 
 def _completion(output: Any) -> Completion:

@@ -51,9 +51,9 @@ def expected_digests(folder: Path, workers: Iterable[WorkerView], dtype: str) ->
     Raises `AdapterError`.
     """
     layouts = {
-        lora_layout(worker.engine_version, dtype)
+        layout
         for worker in workers
-        if worker.engine == "vllm" and worker.state != "deregistered"
+        if worker.state != "deregistered" and (layout := lora_layout(worker.engine, worker.engine_version, dtype))
     }
     # Another engine's version may lie otherwise in memory, but not hold another adapter.
     digest = digest_of_folder(folder, dtype)
