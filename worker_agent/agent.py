@@ -74,17 +74,19 @@ class Agent:
     def asleep(self, seconds: float) -> None:
         """The engine is to give its GPU away for so long: nothing is loaded or generated, and no ticket is taken.
 
-        Returns when the engine is no longer in use; the coordinator is told at once, and hears it with every
-        heartbeat. For the thread that releases the engine. Raises ValueError for what is not above 0 and at most
-        a day.
+        Returns when the engine has released its memory; the coordinator is told at once, and hears it with every
+        heartbeat. After that time the engine takes its memory back by itself: be done by then, or call again. Raises
+        ValueError for what is not above 0 and at most a day, and `EngineError` if the engine does not release.
         """
         self._listener.asleep(seconds)
         event("asleep", seconds=seconds)
         with self._engine_in_use:
-            pass
+            self._engine.release()
 
     def awake(self) -> None:
-        """The engine has its GPU back, before the time that `asleep` named."""
+        """The engine takes its GPU back, before the time that `asleep` named. Raises `EngineError` if it cannot."""
+        with self._engine_in_use:
+            self._engine.resume()
         self._listener.awake()
         event("awake")
 
@@ -130,7 +132,7 @@ class Agent:
                     listener.wait(-1, _IDLE_SECONDS)
                     continue
                 with self._engine_in_use:
-                    if awake := listener.asleep_seconds() is None:
+                    if awake := self._awake():
                         serving.follow(watch)
                 policy = serving.policy(watch.active)
                 if not awake or policy is None:
@@ -156,7 +158,7 @@ class Agent:
                     listener.wait(watch.event_no, _TICKET_PAUSE_SECONDS if waiting else _IDLE_SECONDS)
                     continue
                 with self._engine_in_use:
-                    if listener.asleep_seconds() is not None:
+                    if not self._awake():
                         continue
                     rollouts = self._generate(policy, granted, view.settings.group_size or 1, sampling, contract)
                 if rollouts:
@@ -169,6 +171,13 @@ class Agent:
         finally:
             listener.stop()
             sender.finish(0.0)
+
+    def _awake(self) -> bool:
+        """Whether the engine may be used; it has its memory then. Holds only as long as it is in use."""
+        if self._listener.asleep_seconds() is not None:
+            return False
+        self._engine.resume()
+        return True
 
     def _begin(self) -> tuple[RunView, Sampling, GenerationContract, float] | None:
         """Look at the run and register, for as long as the coordinator takes to come; None when stopped

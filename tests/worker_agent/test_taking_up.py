@@ -295,6 +295,7 @@ def test_a_sleeping_worker_takes_no_tickets_and_is_waited_for(scene: Scene) -> N
         scene.publish(1)
         scene.run.open_activation(1, "try")
         assert [w.worker_id for w in scene.run.activation("try").required] == ["w1"]
+        assert scene.hooked.memory == ["released"]
         beat = scene.run.workers()[0].heartbeat_at
         until(lambda: scene.run.workers()[0].heartbeat_at > beat)
         assert scene.hooked.calls == [("unload", 0), ("load", 0)] and not arrived(scene.run, "a")
@@ -302,8 +303,19 @@ def test_a_sleeping_worker_takes_no_tickets_and_is_waited_for(scene: Scene) -> N
         until(lambda: len(arrived(scene.run, "a")) == 2)
         until(lambda: scene.active() == 1)
         assert [w.state for w in scene.run.workers()] == ["live"]
+        assert scene.hooked.memory == ["released", "resumed"]
         with pytest.raises(ValueError, match="at most"):
             working.agent.asleep(0)
+
+
+def test_a_sleep_that_nobody_ends_ends_at_its_time(scene: Scene) -> None:
+    scene.create_run()
+    with scene.working() as working:
+        until(scene.trusted)
+        working.agent.asleep(1.0)
+        working.give("a")
+        until(lambda: len(arrived(scene.run, "a")) == 2)
+        assert scene.hooked.memory == ["released", "resumed"]
 
 
 def test_whole_weights_are_refused_by_name_of_what_the_engine_takes(scene: Scene) -> None:

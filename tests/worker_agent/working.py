@@ -106,6 +106,8 @@ class Hooked:
         self.after_load: Callable[[Policy], None] = lambda policy: None
         self.calls: list[tuple[str, int]] = []
         """Loads and unloads, by version."""
+        self.memory: list[str] = []
+        """What became of the engine's memory."""
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         return self._engine.render(messages)
@@ -130,6 +132,15 @@ class Hooked:
     def unload(self, policy: Policy) -> None:
         self.calls.append(("unload", policy.version))
         self._engine.unload(policy)
+
+    def release(self) -> None:
+        self.memory.append("released")
+        self._engine.release()
+
+    def resume(self) -> None:
+        if self.memory[-1:] == ["released"]:
+            self.memory.append("resumed")
+        self._engine.resume()
 
     def close(self) -> None:
         self._engine.close()

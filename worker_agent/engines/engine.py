@@ -118,6 +118,18 @@ class Engine(Protocol):
         """Forget `policy`. Nothing happens if it is not loaded."""
         ...
 
+    def release(self) -> None:
+        """Give the memory of weights and caches to others of the GPU, and refuse to load, generate or score with an
+        `EngineError` until `resume`.
+
+        Where the weights cannot leave, as on a CPU, only the refusal happens. Nothing happens the second time.
+        """
+        ...
+
+    def resume(self) -> None:
+        """Take the memory back: what was loaded is served again, caches are empty. Nothing happens if it has it."""
+        ...
+
     def close(self) -> None:
         """Free what the engine holds. It serves nothing afterwards."""
         ...

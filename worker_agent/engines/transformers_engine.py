@@ -47,7 +47,7 @@ class TransformersEngine:
     """
 
     name = "transformers"
-    kinds = ("base", "lora", "full")
+    kinds: tuple[str, ...] = ("base", "lora", "full")
     logprobs_mode = "raw"
 
     def __init__(self, model: Path, *, dtype: str = "float32", max_model_len: int = 128) -> None:
@@ -57,7 +57,7 @@ class TransformersEngine:
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._max_model_len = max_model_len
         self._lock = threading.RLock()
-        self._closed = False
+        self._closed = self._released = False
         self._tokenizer: Any = AutoTokenizer.from_pretrained(model, local_files_only=True)
         self._base: Any = self._read(model)
         self._base_digest = tensors_digest(_weights(self._base))
@@ -139,6 +139,21 @@ class TransformersEngine:
             if (adapter := self._adapters.pop(policy.key, None)) is not None:
                 self._remove(adapter)
 
+    def release(self) -> None:
+        """Move every model to the CPU's memory; see `Engine.release`."""
+        with self._lock:
+            if not self._released:
+                self._check_open()
+                self._released = True
+                self._move("cpu")
+
+    def resume(self) -> None:
+        """Move every model back; see `Engine.resume`."""
+        with self._lock:
+            if self._released and not self._closed:
+                self._move(self._device)
+                self._released = False
+
     def close(self) -> None:
         """Drop the models."""
         with self._lock:
@@ -147,8 +162,14 @@ class TransformersEngine:
             self._models.clear()
             self._base = None
 
+    def _move(self, device: str) -> None:
+        for model in (self._base, *self._models.values()):
+            model.to(device)
+        if self._device == "cuda":
+            torch.cuda.empty_cache()
+
     def _read(self, folder: Path) -> Any:
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=self._dtype, attn_implementation="eager", local_files_only=True
         )
         return model.to(self._device).eval().requires_grad_(False)
@@ -275,6 +296,8 @@ class TransformersEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineError("this engine was closed: start another")
+        if self._released:
+            raise EngineError("this engine gave its memory away: resume it first")
 
     def _check_tokens(self, sequences: Sequence[Sequence[int]]) -> None:
         size = self._base.get_input_embeddings().num_embeddings
@@ -309,7 +332,7 @@ def _draw(logits: torch.Tensor, sampling: Sampling, draw: torch.Generator) -> in
     return int(torch.multinomial(probs, 1, generator=draw))
 
 
-def _lora_layers(model: Any) -> list[tuple[str, LoraLayer]]:
+def _lora_layers(model: Any) -> list[tuple[str, Any]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
 
 

@@ -62,7 +62,7 @@ class VllmEngine:
     """
 
     name = "vllm"
-    kinds = ("base", "lora")
+    kinds: tuple[str, ...] = ("base", "lora")
     logprobs_mode = "raw"
 
     def __init__(
@@ -86,7 +86,7 @@ class VllmEngine:
         self._lock = threading.RLock()
         self._adapters: dict[tuple[str, int, str], Any] = {}  # LoRARequests, in the order of loading
         self._last_used: tuple[str, int, str] | None = None
-        self._closed = False
+        self._closed = self._released = False
         if not _one_engine.acquire(blocking=False):
             raise EngineError("this process has an open vLLM engine: close it first, or start another process")
         try:
@@ -102,6 +102,7 @@ class VllmEngine:
                 block_size=32 if self._on_cpu else None,
                 logprobs_mode="raw_logprobs",
                 distributed_executor_backend="uni",
+                enable_sleep_mode=not self._on_cpu,
                 enable_lora=True,
                 max_loras=MAX_ADAPTERS + 1,  # a new one is loaded and verified before an old one goes
                 max_lora_rank=MAX_LORA_RANK,
@@ -204,6 +205,21 @@ class VllmEngine:
             if policy.key in self._adapters:
                 self._remove(policy.key)
 
+    def release(self) -> None:
+        """Put vLLM to sleep at level 1: weights go to the CPU's memory, caches are dropped; see `Engine.release`."""
+        with self._lock:
+            if not self._released:
+                self._check_open()
+                self._released = True
+                self._llm.sleep(level=1)
+
+    def resume(self) -> None:
+        """Wake vLLM up; see `Engine.resume`."""
+        with self._lock:
+            if self._released and not self._closed:
+                self._llm.wake_up()
+                self._released = False
+
     def close(self) -> None:
         """Shut vLLM down. It takes torch's process group along: a learner in this process ends with it."""
         with self._lock:
@@ -278,6 +294,8 @@ class VllmEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineError("this engine was closed: start another")
+        if self._released:
+            raise EngineError("this engine gave its memory away: resume it first")
 
     def _score(self, sequences: Sequence[Sequence[int]], request: Any) -> list[list[float]]:
         from vllm import SamplingParams
@@ -320,9 +338,12 @@ def server_start(model: Path, dtype: str, max_model_len: int, max_num_seqs: int)
         "--worker-extension-cls": f"{LoraDigest.__module__}.{LoraDigest.__qualname__}",
     }
     environment = dict(_ENVIRONMENT)
+    sleep: list[str] = []
     if not torch.cuda.is_available():
         arguments["--block-size"] = "32"
         environment |= _CPU_ENVIRONMENT
+    else:
+        sleep = ["--enable-sleep-mode"]
     environment = {name: os.environ.get(name, value) for name, value in environment.items()}
     environment |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
@@ -330,7 +351,7 @@ def server_start(model: Path, dtype: str, max_model_len: int, max_num_seqs: int)
         "VLLM_SERVER_DEV_MODE": "1",
     }
     flags = ["--enforce-eager", "--enable-prefix-caching", "--enable-lora", "--lora-target-modules", *TARGET_MODULES]
-    return [*(word for pair in arguments.items() for word in pair), *flags], environment
+    return [*(word for pair in arguments.items() for word in pair), *sleep, *flags], environment
 
 
 @contextlib.contextmanager

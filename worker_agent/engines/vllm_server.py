@@ -8,6 +8,7 @@ sleep that it did not end is ended.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 import uuid
@@ -44,14 +45,15 @@ _REQUEST_SECONDS = 600.0
 class Abilities:
     """What the server can do beside completions.
 
-    `adapters`: loads them while it runs (VLLM_ALLOW_RUNTIME_LORA_UPDATING). `pause` and `reset` (of the prefix
-    cache) come with VLLM_SERVER_DEV_MODE, `digest` also needs `LoraDigest` as its --worker-extension-cls and one
+    `adapters`: loads them while it runs (VLLM_ALLOW_RUNTIME_LORA_UPDATING). `pause`, `reset` (of the prefix cache) and
+    `sleep` come with VLLM_SERVER_DEV_MODE, `digest` also needs `LoraDigest` as its --worker-extension-cls and one
     worker. Without `digest` a load is proven by log-probs alone.
     """
 
     adapters: bool
     pause: bool
     reset: bool
+    sleep: bool
     digest: bool
 
 
@@ -87,7 +89,7 @@ class VllmServerEngine:
         self._lock = threading.RLock()
         self._adapters: dict[tuple[str, int, str], _Adapter] = {}  # in the order of loading
         self._last_used: tuple[str, int, str] | None = None
-        self._closed = False
+        self._closed = self._released = False
         self._process: VllmProcess | None = None
         if url is None:
             arguments, environment = server_start(model, dtype, max_model_len, max_num_seqs)
@@ -132,7 +134,11 @@ class VllmServerEngine:
         with self._lock:
             self._check_open()
             folder = folder_of(policy, self.kinds)
-            digest = self._load_base() if folder is None else self._load_adapter(policy, folder)
+            digest = None
+            if folder is None:
+                self._probe_base()
+            else:
+                digest = self._load_adapter(policy, folder)
             return LoadReport(
                 served_version=policy.version,
                 served_hash=policy.artifact_hash,
@@ -189,6 +195,34 @@ class VllmServerEngine:
             if policy.key in self._adapters:
                 self._remove(policy.key)
 
+    def release(self) -> None:
+        """Put the server to sleep at level 1: weights go to the CPU's memory, caches are dropped; see `Engine.release`.
+
+        A server that cannot sleep keeps its memory, which an event says.
+        """
+        with self._lock:
+            if self._released:
+                return
+            self._check_open()
+            if not self.abilities.sleep:
+                event("engine_keeps_its_memory", level=logging.WARNING, url=self.url)
+            else:
+                answer = self._call("POST", "/sleep?level=1&mode=wait")
+                if answer.status_code != 200 or not self._get("/is_sleeping")["is_sleeping"]:
+                    self._post("/wake_up")  # it may have stopped to schedule before it failed
+                    raise self._refused("/sleep", answer)
+            self._released = True
+
+    def resume(self) -> None:
+        """Wake the server up; see `Engine.resume`."""
+        with self._lock:
+            if self._released and not self._closed:
+                if self.abilities.sleep:
+                    self._post("/wake_up")
+                    if self._get("/is_sleeping")["is_sleeping"]:
+                        raise EngineError(f"the vLLM server at {self.url} did not wake up: restart it")
+                self._released = False
+
     def close(self) -> None:
         """End a server that was started here; remove this engine's adapters from another."""
         with self._lock:
@@ -197,6 +231,7 @@ class VllmServerEngine:
             self._closed = True
             try:
                 if self._process is None:
+                    self._wake_for_others()
                     for key in list(self._adapters):
                         self._remove(key)
             except EngineError as error:  # the server has gone, and they with it
@@ -206,6 +241,10 @@ class VllmServerEngine:
                 self._http.close()
                 if self._process is not None:
                     self._process.stop()
+
+    def _wake_for_others(self) -> None:
+        if self._released and self.abilities.sleep:
+            self._post("/wake_up")
 
     def _negotiate(self, dtype: str) -> None:
         self.version = str(self._get("/version")["version"])
@@ -217,9 +256,10 @@ class VllmServerEngine:
             adapters=self._call("POST", "/v1/load_lora_adapter", {}).status_code != 404,
             pause=self._call("GET", "/is_paused").status_code == 200,
             reset=self._call("POST", "/reset_prefix_cache").status_code == 200,
+            sleep=self._call("GET", "/is_sleeping").status_code == 200,
             digest=self._gives_digests(),
         )
-        self.kinds = ("base", "lora") if self.abilities.adapters else ("base",)
+        self.kinds: tuple[str, ...] = ("base", "lora") if self.abilities.adapters else ("base",)
         self._begin_clean([str(card["id"]) for card in cards if card.get("parent") is not None])
         self._base_canary = self._score(self._base_name, [CANARY])[0]
         self.logprobs_mode = self._measured_mode()
@@ -261,13 +301,12 @@ class VllmServerEngine:
         if self.abilities.digest:
             for worker_id in self._worker_ids():
                 self._rpc("remove_lora", worker_id)
-        asleep = self._call("GET", "/is_sleeping")
-        if asleep.status_code == 200 and asleep.json()["is_sleeping"]:
+        if self.abilities.sleep and self._get("/is_sleeping")["is_sleeping"]:
             self._post("/wake_up")
         if self.abilities.pause and self._get("/is_paused")["is_paused"]:
             self._post("/resume")
 
-    def _load_base(self) -> None:
+    def _probe_base(self) -> None:
         self._reset_caches()
         if not same_log_probs(self._score(self._base_name, [CANARY])[0], self._base_canary, self.dtype):
             raise EngineError("the base model no longer gives the log-probs it gave at its start: restart the server")
@@ -396,6 +435,8 @@ class VllmServerEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineError("this engine was closed: start another")
+        if self._released:
+            raise EngineError("this engine gave its memory away: resume it first")
 
     def _get(self, path: str) -> Any:
         return self._answer(path, self._call("GET", path))

@@ -255,3 +255,28 @@ def test_no_other_kind_passes_for_one_that_it_takes(each: Engine, tmp_path: Path
         each.load(policy)
     with pytest.raises(EngineError, match=f"is of kind {kind}|is not loaded"):
         each.score(policy, [[5, 6]])
+
+
+def test_an_engine_that_gave_its_memory_away_does_nothing_until_it_has_it_back(
+    each: Engine, policies: NewPolicy
+) -> None:
+    one, two = policies(1), policies(2)
+    digest = each.load(one).digest
+    before = each.generate(one, [Prompt(PROMPT, 1, 2)], Sampling())
+    each.resume()  # it has it
+    each.release()
+    each.release()
+    uses: list[Callable[[], object]] = [
+        lambda: each.load(two),
+        lambda: each.generate(one, [Prompt(PROMPT, 1, 2)], Sampling()),
+        lambda: each.score(BASE, sequences(1)),
+    ]
+    for use in uses:
+        with pytest.raises(EngineError, match="resume it first"):
+            use()
+    each.resume()
+    each.resume()
+    assert each.generate(one, [Prompt(PROMPT, 1, 2)], Sampling()) == before
+    assert each.load(one).digest == digest
+    each.load(two)
+    assert each.score(two, sequences(1)) != each.score(one, sequences(1))

@@ -55,7 +55,7 @@ def models(url: str) -> list[str]:
 
 
 def test_a_server_that_was_started_here_can_do_everything(server_engine: VllmServerEngine) -> None:
-    assert server_engine.abilities == Abilities(adapters=True, pause=True, reset=True, digest=True)
+    assert server_engine.abilities == Abilities(adapters=True, pause=True, reset=True, sleep=True, digest=True)
     assert server_engine.load(BASE).caches_reset == ("prefix",)
 
 
@@ -68,13 +68,18 @@ def test_what_a_plainer_server_cannot_do_is_left_out_and_said(
     one, two = new_policy(1), new_policy(2)
     with in_front_of(server_engine.url, DEVELOPMENT) as url, caplog.at_level(logging.INFO, "worker_agent"):
         engine = connect(url)
-        assert engine.abilities == Abilities(adapters=True, pause=False, reset=False, digest=False)
+        assert engine.abilities == Abilities(adapters=True, pause=False, reset=False, sleep=False, digest=False)
         said = [record.fields for record in caplog.records if record.getMessage() == "engine_negotiated"]  # type: ignore[attr-defined]
         assert [(f["adapters"], f["pause"], f["reset"], f["digest"]) for f in said] == [(True, False, False, False)]
         assert (engine.version, engine.dtype, engine.logprobs_mode) == (server_engine.version, "float32", "raw")
         for policy in (one, two):
             report = engine.load(policy)
             assert (report.caches_reset, report.digest) == ((), None)
+        engine.release()
+        assert "engine_keeps_its_memory" in [record.getMessage() for record in caplog.records]
+        with pytest.raises(EngineError, match="resume it first"):
+            engine.score(BASE, sequences(1))
+        engine.resume()
         served = [engine.score(policy, sequences(1)) for policy in (BASE, one, two)]
         engine.close()
     server_engine.load(one)
@@ -194,6 +199,16 @@ def test_a_load_that_fails_leaves_the_server_at_work(server_engine: VllmServerEn
         server_engine.load(policy)
     assert httpx.get(f"{server_engine.url}/is_paused", trust_env=False).json() == {"is_paused": False}
     assert server_engine.score(BASE, sequences(1)) == before
+
+
+def test_a_released_server_really_sleeps(server_engine: VllmServerEngine) -> None:
+    def asleep() -> bool:
+        return bool(httpx.get(f"{server_engine.url}/is_sleeping", trust_env=False).json()["is_sleeping"])
+
+    server_engine.release()
+    assert asleep()
+    server_engine.resume()
+    assert not asleep()
 
 
 def test_closing_leaves_a_server_that_is_not_ours_running_and_clean(
