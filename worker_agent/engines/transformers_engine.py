@@ -92,14 +92,15 @@ class TransformersEngine:
                 if held != self._base_digest:
                     raise EngineError("the base model no longer has the weights of its start: restart the engine")
             elif policy.kind == "lora":
-                held, layout = self._load_adapter(policy, folder), lora_layout(self.name, self.version, self.dtype)
+                held = self._load_adapter(policy, folder)
+                layout = str(lora_layout(self.name, self.version, self.dtype))
             else:
                 held, layout = self._load_model(policy, folder), self._full_layout()
             return LoadReport(
                 served_version=policy.version,
                 served_hash=policy.artifact_hash,
                 caches_reset=(),
-                digest=WeightDigest(layout=str(layout), registered=held, active=held),
+                digest=WeightDigest(layout=layout, registered=held, active=held),
                 seconds=time.monotonic() - started,
             )
 
