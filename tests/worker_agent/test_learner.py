@@ -131,6 +131,35 @@ def test_a_step_makes_the_rewarded_tokens_likelier(new_learner: NewLearner) -> N
     assert report.loss == pytest.approx(-1.0) and report.grad_norm > 0 and report.delta_l2 > 0
 
 
+@pytest.mark.parametrize("micro_batch_size", [1, 4])
+def test_the_supervised_loss_is_the_mean_over_the_masked_tokens(new_learner: NewLearner, micro_batch_size: int) -> None:
+    learner = new_learner(micro_batch_size)
+    batch = ragged_batch(learner, rows=3)
+    tokens, masks = [row.token_ids for row in batch], [row.action_mask for row in batch]
+    before = learner.log_probs(tokens, masks)
+    report = learner.supervised_step(tokens, masks)
+    scored = np.concatenate([row[np.asarray(mask)] for row, mask in zip(before, masks, strict=True)])
+    assert report.loss == pytest.approx(float(-scored.mean()), rel=1e-5)
+    after = learner.log_probs(tokens, masks)
+    assert sum(map(np.sum, after)) > sum(map(np.sum, before))
+    assert (report.changed_tensors, report.tensors) == (4, 8)
+
+
+def test_either_loss_follows_the_other(new_learner: NewLearner) -> None:
+    """A step takes its own loss, whatever the step before it took."""
+    learner = new_learner()
+    batch = ragged_batch(learner, rows=2)
+    tokens, masks = [row.token_ids for row in batch], [row.action_mask for row in batch]
+    learner.supervised_step(tokens, masks)
+    current = learner.log_probs(tokens, masks)
+    on_policy = [replace(row, old_log_probs=now, advantage=1.0) for row, now in zip(batch, current, strict=True)]
+    assert learner.policy_gradient_step(on_policy).loss == pytest.approx(-1.0)
+    with pytest.raises(LearnerError, match="at least one"):
+        learner.supervised_step([], [])
+    with pytest.raises(LearnerError, match="2 sequences but 1 action masks"):
+        learner.supervised_step(tokens, masks[:1])
+
+
 def test_equal_learners_stay_equal(new_learner: NewLearner, tmp_path: Path) -> None:
     for name, seed in (("a", 42), ("b", 42), ("c", 43)):
         learner = new_learner(seed=seed)

@@ -56,9 +56,10 @@ class VllmEngine:
     """An `Engine` on `vllm.LLM`.
 
     `model` is a model folder, `dtype` a torch dtype's name, `max_model_len` the longest prompt with its
-    completion in tokens, `max_num_seqs` how many sequences run at once. Environment variables that are
-    already set win over the ones this class sets; they count only before the first import of vLLM. One engine
-    may be open in a process. `OMP_NUM_THREADS` limits its threads on a CPU.
+    completion in tokens, `max_num_seqs` how many sequences run at once. On a GPU `gpu_memory_fraction` of its
+    memory is taken (None: as vLLM has it), and only a `releasable` engine can give it back for a while.
+    Environment variables that are already set win over the ones this class sets; they count only before the
+    first import of vLLM. One engine may be open in a process. `OMP_NUM_THREADS` limits its threads on a CPU.
     """
 
     name = "vllm"
@@ -66,7 +67,14 @@ class VllmEngine:
     logprobs_mode = "raw"
 
     def __init__(
-        self, model: Path, *, dtype: str = "float32", max_model_len: int = 128, max_num_seqs: int = 16
+        self,
+        model: Path,
+        *,
+        dtype: str = "float32",
+        max_model_len: int = 128,
+        max_num_seqs: int = 16,
+        gpu_memory_fraction: float | None = None,
+        releasable: bool = True,
     ) -> None:
         for variable, value in _ENVIRONMENT.items():
             os.environ.setdefault(variable, value)
@@ -86,7 +94,14 @@ class VllmEngine:
         self._lock = threading.RLock()
         self._adapters: dict[tuple[str, int, str], Any] = {}  # LoRARequests, in the order of loading
         self._last_used: tuple[str, int, str] | None = None
-        self._closed = self._released = False
+        self._closed = False
+        self._released = False
+        self._releasable = releasable or self._on_cpu
+        on_gpu: dict[str, Any] = {}
+        if not self._on_cpu:
+            on_gpu["enable_sleep_mode"] = releasable
+            if gpu_memory_fraction is not None:
+                on_gpu["gpu_memory_utilization"] = gpu_memory_fraction
         if not _one_engine.acquire(blocking=False):
             raise EngineError("this process has an open vLLM engine: close it first, or start another process")
         try:
@@ -102,7 +117,6 @@ class VllmEngine:
                 block_size=32 if self._on_cpu else None,
                 logprobs_mode="raw_logprobs",
                 distributed_executor_backend="uni",
-                enable_sleep_mode=not self._on_cpu,
                 enable_lora=True,
                 max_loras=MAX_ADAPTERS + 1,  # a new one is loaded and verified before an old one goes
                 max_lora_rank=MAX_LORA_RANK,
@@ -110,6 +124,7 @@ class VllmEngine:
                 lora_target_modules=list(TARGET_MODULES),
                 use_tqdm_on_load=False,
                 worker_extension_cls=f"{LoraDigest.__module__}.{LoraDigest.__qualname__}",
+                **on_gpu,
             )
             self._tokenizer: Any = self._llm.get_tokenizer()
             self._base_canary = self._score([CANARY], None)[0]
@@ -206,19 +221,31 @@ class VllmEngine:
                 self._remove(policy.key)
 
     def release(self) -> None:
-        """Put vLLM to sleep at level 1: weights go to the CPU's memory, caches are dropped; see `Engine.release`."""
+        """Give the memory of weights and key-value cache back until `resume` (vLLM's sleep, level 1).
+
+        Until then everything else raises `EngineError`, and vLLM's scheduler stands still. On a CPU vLLM frees
+        nothing. Raises `EngineError` for an engine that is not `releasable`.
+        """
         with self._lock:
-            if not self._released:
-                self._check_open()
-                self._released = True
-                self._llm.sleep(level=1)
+            if self._released:
+                return
+            self._check_open()
+            if not self._releasable:
+                raise EngineError("this engine keeps its memory: start it as a releasable one")
+            self._llm.sleep(level=1)
+            if not self._llm.llm_engine.is_sleeping():
+                raise EngineError("vLLM was told to sleep and does not: restart it")
+            self._released = True
 
     def resume(self) -> None:
-        """Wake vLLM up; see `Engine.resume`."""
+        """Take the memory back, the weights as they were. Nothing happens if it was not released."""
         with self._lock:
-            if self._released and not self._closed:
-                self._llm.wake_up()
-                self._released = False
+            if self._closed or not self._released:
+                return
+            self._llm.wake_up()
+            if self._llm.llm_engine.is_sleeping():
+                raise EngineError("vLLM was told to wake up and does not: restart it")
+            self._released = False
 
     def close(self) -> None:
         """Shut vLLM down. It takes torch's process group along: a learner in this process ends with it."""

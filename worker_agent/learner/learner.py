@@ -1,4 +1,5 @@
-"""One learner: verl's `TrainingWorker` over a LoRA adapter, with verl's own PPO loss and GRPO advantages."""
+"""One learner: verl's `TrainingWorker` over a LoRA adapter, with verl's own losses (PPO, supervised) and GRPO
+advantages."""
 
 import json
 import os
@@ -91,7 +92,7 @@ class Learner:
             TrainingWorkerConfig,
         )
         from verl.workers.engine_workers import TrainingWorker
-        from verl.workers.utils.losses import ppo_loss
+        from verl.workers.utils.losses import ppo_loss, sft_loss
 
         self._micro_batch_size = micro_batch_size
         self._worker = TrainingWorker(
@@ -145,7 +146,8 @@ class Learner:
             entropy_coeff=0.0,
             use_kl_loss=False,
         )
-        self._worker.set_loss_fn(partial(ppo_loss, config=actor))
+        self._ppo_loss = partial(ppo_loss, config=actor)
+        self._supervised_loss = partial(sft_loss, config=None)
 
     def log_probs(self, token_ids: Sequence[Sequence[int]], action_masks: Sequence[Sequence[bool]]) -> list[np.ndarray]:
         """Log-probs of given tokens under the current weights, at temperature 1.
@@ -155,12 +157,7 @@ class Learner:
         """
         from verl.utils import tensordict_utils as tu
 
-        if len(token_ids) != len(action_masks):
-            raise LearnerError(f"{len(token_ids)} sequences but {len(action_masks)} action masks")
-        rows = [
-            _Row.of(index, tokens, mask, np.zeros(len(tokens), np.float32), 0.0)
-            for index, (tokens, mask) in enumerate(zip(token_ids, action_masks, strict=True))
-        ]
+        rows = _unscored(token_ids, action_masks)
         if not rows:
             return []
         batch = self._batch(rows)
@@ -202,16 +199,27 @@ class Learner:
         Raises `LearnerError` on an empty batch, a malformed sequence, or an old log-prob or advantage that is
         not finite; then nothing was changed.
         """
-        import torch
-        from verl.utils import tensordict_utils as tu
-
-        if not batch:
-            raise LearnerError("a step needs at least one sequence")
         rows = [
             _Row.of(index, row.token_ids, row.action_mask, row.old_log_probs, row.advantage)
             for index, row in enumerate(batch)
         ]
+        return self._step(rows, self._ppo_loss)
+
+    def supervised_step(self, token_ids: Sequence[Sequence[int]], action_masks: Sequence[Sequence[bool]]) -> StepReport:
+        """One optimizer step on verl's supervised loss: the mean of -log-prob over the tokens in the masks.
+
+        Raises `LearnerError` on no sequence or a malformed one; then nothing was changed.
+        """
+        return self._step(_unscored(token_ids, action_masks), self._supervised_loss)
+
+    def _step(self, rows: "Sequence[_Row]", loss: Any) -> StepReport:
+        import torch
+        from verl.utils import tensordict_utils as tu
+
+        if not rows:
+            raise LearnerError("a step needs at least one sequence")
         started = time.monotonic()
+        self._worker.set_loss_fn(loss)
         before, _ = self._adapter()
         metrics = tu.get(self._worker.train_batch(self._batch(rows)), "metrics")
         after, _ = self._adapter()
@@ -359,6 +367,16 @@ class _Row:
             raise LearnerError(f"sequence {index}: an old log-prob of an action token or the advantage is not finite")
         # Masked log-probs may be anything; not-a-number would survive the multiplication with the mask.
         return cls(ids, actions, int(actions.argmax()), np.where(actions, old, np.float32(0.0)), advantage)
+
+
+def _unscored(token_ids: Sequence[Sequence[int]], action_masks: Sequence[Sequence[bool]]) -> list[_Row]:
+    """Rows without a behaviour policy. Raises `LearnerError` if they do not fit together."""
+    if len(token_ids) != len(action_masks):
+        raise LearnerError(f"{len(token_ids)} sequences but {len(action_masks)} action masks")
+    return [
+        _Row.of(index, tokens, mask, np.zeros(len(tokens), np.float32), 0.0)
+        for index, (tokens, mask) in enumerate(zip(token_ids, action_masks, strict=True))
+    ]
 
 
 def _prepare_verl() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 
 from tests.worker_agent.engines import corruption
 from tests.worker_agent.engines.test_conformance import PROMPT, largest_difference, sequences
@@ -142,6 +143,32 @@ def test_a_second_engine_in_the_process_is_refused(tiny_model: Path, engine: Vll
     with pytest.raises(EngineError, match="has an open vLLM engine"):
         VllmEngine(tiny_model)
     assert len(engine.score(BASE, [[5, 6]])[0]) == 2
+
+
+def test_a_released_engine_does_nothing_until_it_is_resumed(engine: VllmEngine, new_adapter: NewAdapter) -> None:
+    policy, _ = new_adapter(1)
+    engine.load(policy)
+    before = engine.score(policy, sequences(1))
+    core = engine._llm.llm_engine
+    engine.release()
+    try:
+        for use in (
+            lambda: engine.generate(policy, [Prompt(PROMPT, 1, 1)], Sampling()),
+            lambda: engine.score(policy, sequences(1)),
+            lambda: engine.load(policy),
+            lambda: engine.unload(policy),
+        ):
+            with pytest.raises(EngineError, match="gave its memory away"):
+                use()
+        # Not only this class: vLLM's own scheduler takes a request and leaves it.
+        core.add_request("waits", {"prompt_token_ids": list(PROMPT)}, SamplingParams(max_tokens=1))
+        assert [core.step() for _ in range(5)] == [[]] * 5
+    finally:
+        engine.resume()
+    finished = [output.request_id for _ in range(5) for output in core.step()]
+    assert finished == ["waits"]
+    engine.resume()
+    assert engine.score(policy, sequences(1)) == before
 
 
 def test_a_closed_engine_says_so_and_another_can_follow(tiny_model: Path) -> None:
