@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
+
 from worker_agent.closure.profile import ClosureError, Profile
 from worker_agent.models import ModelError, smollm2, smollm2_folder
 
@@ -20,13 +22,15 @@ def find(profile: Profile) -> Path | None:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return Path(
+        folder = Path(
             snapshot_download(
                 profile.repository, revision=profile.revision, allow_patterns=list(_FILES), local_files_only=True
             )
         )
     except LocalEntryNotFoundError:
         return None
+    # Of a download that broke off there are the small files already.
+    return folder if any(folder.glob("*.safetensors")) else None
 
 
 def fetch(profile: Profile, progress: Callable[[str], None]) -> Path:
@@ -40,7 +44,7 @@ def fetch(profile: Profile, progress: Callable[[str], None]) -> Path:
         progress(f"fetches {profile.repository} at {profile.revision}")
         try:
             return Path(snapshot_download(profile.repository, revision=profile.revision, allow_patterns=list(_FILES)))
-        except (HfHubHTTPError, OSError) as error:
+        except (HfHubHTTPError, httpx.HTTPError, OSError) as error:
             raise ClosureError(f"{profile.repository} cannot be fetched: {error}") from error
     except ModelError as error:
         raise ClosureError(str(error)) from error
