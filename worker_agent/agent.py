@@ -8,7 +8,6 @@ Three things run beside the loop, none of them on the engine's thread: heartbeat
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import threading
@@ -20,11 +19,13 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from coordinator.client import CoordinatorError, Run, Unreachable
-from coordinator.wire.rollouts import Generation, GenerationFailure, Rollout, Span
-from coordinator.wire.runs import GenerationContract, RunView
+from coordinator.wire.policies import Watch
+from coordinator.wire.rollouts import GenerationFailure
+from coordinator.wire.runs import RunView
 from worker_agent.artifacts import ArtifactCache
 from worker_agent.contract import check_contract, generation_contract, run_sampling
-from worker_agent.engines.engine import Completion, Engine, EngineError, Policy, Prompt, Sampling, sample_seed
+from worker_agent.engines.engine import Engine, EngineError, Policy
+from worker_agent.groups import Ended, Groups, Origin
 from worker_agent.listening import Listener
 from worker_agent.logs import event
 from worker_agent.models import ModelIdentity
@@ -34,6 +35,7 @@ from worker_agent.spool import Sender, Spool
 from worker_agent.tasks import Task, TaskQueue
 
 _IDLE_SECONDS = 0.5
+_TURN_SECONDS = 0.2  # how long the engine works between two looks at everything else
 _TICKET_PAUSE_SECONDS = 1.0
 _TAKEN_PAUSE_SECONDS = 10.0
 _FAREWELL_SECONDS = 60.0
@@ -66,6 +68,10 @@ class Agent:
         self._engine_in_use = threading.RLock()
         self._stopping = threading.Event()
         self._engine_faults = 0
+        self._groups: Groups | None = None
+        self._group_size = 1
+        self._tickets_after = 0.0
+        self._looked_at = -1
 
     def stop(self) -> None:
         """Finish what is being generated, hand it in and leave. May be called by a signal handler."""
@@ -81,6 +87,8 @@ class Agent:
         self._listener.asleep(seconds)
         event("asleep", seconds=seconds)
         with self._engine_in_use:
+            if self._groups is not None:
+                self._groups.quiet()
             self._engine.release()
 
     def awake(self) -> None:
@@ -112,65 +120,107 @@ class Agent:
         begun = self._begin()
         if begun is None:
             return
-        view, sampling, contract, heartbeat_seconds = begun
+        view, origin, heartbeat_seconds = begun
         spool = Spool(folder)
+        sender = Sender(spool, self._run)
         finished = _Finished(folder / "finished.log")
         tasks = TaskQueue(
             (task for task in self._tasks if task.group_id not in finished),
             ahead=2 * self._settings.groups_at_once,
         )
         listener = self._listener
-        serving = Serving(self._run, self._worker, self._engine, ArtifactCache(folder / "artifacts"))
-        sender = Sender(spool, self._run)
+        groups = self._groups = Groups(self._engine, origin, self._settings.across_versions)
+        cache = ArtifactCache(folder / "artifacts")
+        serving = Serving(self._run, self._worker, self._engine, cache, groups.quiet, listener.wake)
         listener.start(heartbeat_seconds, view.settings.longest_wait_seconds)
         sender.start()
-        looked_at = -1
         try:
-            while not self._stopping.is_set():
+            while True:
                 watch = listener.newest()
-                if watch is None:
-                    listener.wait(-1, _IDLE_SECONDS)
-                    continue
+                policy = None
+                if watch is not None:
+                    with self._engine_in_use:
+                        policy = self._ready(serving, groups, watch)
+                if self._stopping.is_set():
+                    if policy is None or not groups:  # what cannot go on now the next life makes anew
+                        break
+                elif watch is not None and policy is not None:
+                    if tasks.ended and not groups:
+                        event("tasks_ended")
+                        break
+                    self._start_groups(policy, watch, serving, groups, tasks, finished)
                 with self._engine_in_use:
-                    if awake := self._awake():
-                        serving.follow(watch)
-                policy = serving.policy(watch.active)
-                if not awake or policy is None:
-                    listener.wait(watch.event_no, _IDLE_SECONDS)
-                    continue
-                waiting = tasks.first(self._settings.groups_at_once)
-                if not waiting and tasks.ended:
-                    event("tasks_ended")
-                    break
-                granted: list[Task] = []
-                try:
-                    if waiting:
-                        granted = self._granted(waiting, tasks, finished)
-                    # A worker that gets no ticket may be fenced. One without tasks looks when something happened.
-                    if not granted and (waiting or watch.event_no != looked_at):
-                        if self._fenced():
-                            serving.confirm_again()
-                        looked_at = watch.event_no
-                except Unreachable as error:
-                    event("coordinator_unreachable", level=logging.WARNING, error=str(error))
-                    granted = []
-                if not granted:
-                    listener.wait(watch.event_no, _TICKET_PAUSE_SECONDS if waiting else _IDLE_SECONDS)
-                    continue
-                with self._engine_in_use:
-                    if not self._awake():
-                        continue
-                    rollouts = self._generate(policy, granted, view.settings.group_size or 1, sampling, contract)
-                if rollouts:
-                    spool.add(rollouts)
-                    sender.wake()
-                # After the spool has it: a crash in between generates the group twice, never not at all.
-                finished.add(granted)
-                tasks.done(granted)
+                    ended = groups.ended(_TURN_SECONDS)
+                self._hand_in(ended, spool, sender, finished)
+                if not groups.in_flight:
+                    listener.wait(-1 if watch is None else watch.event_no, _IDLE_SECONDS)
             self._leave(sender)
         finally:
             listener.stop()
             sender.finish(0.0)
+
+    def _ready(self, serving: Serving, groups: Groups, watch: Watch) -> Policy | None:
+        """Follow `watch`; the policy that everything is generated under now, None while nothing may be."""
+        if not self._awake():
+            return None
+        serving.follow(watch)
+        policy = serving.policy(watch.active)
+        if policy is None:
+            groups.quiet()
+        else:
+            groups.go_on(policy)
+        return policy
+
+    def _start_groups(
+        self,
+        policy: Policy,
+        watch: Watch,
+        serving: Serving,
+        groups: Groups,
+        tasks: TaskQueue,
+        finished: _Finished,
+    ) -> None:
+        """Begin as many groups as there are tasks, tickets and room for."""
+        waiting = tasks.first(self._settings.groups_at_once - len(groups))
+        asking = bool(waiting) and time.monotonic() >= self._tickets_after
+        granted: list[Task] = []
+        try:
+            if asking:
+                granted = self._granted(waiting, tasks, finished)
+                if len(granted) < len(waiting):
+                    self._tickets_after = time.monotonic() + _TICKET_PAUSE_SECONDS
+            # A worker that gets no ticket may be fenced. One without tasks looks when something happened.
+            if not granted and not groups and (asking or watch.event_no != self._looked_at):
+                if self._fenced():
+                    serving.confirm_again()
+                self._looked_at = watch.event_no
+        except Unreachable as error:
+            event("coordinator_unreachable", level=logging.WARNING, error=str(error))
+            self._tickets_after = time.monotonic() + _TICKET_PAUSE_SECONDS
+            return
+        with self._engine_in_use:
+            if self._awake():
+                for task in granted:
+                    groups.start(policy, task)
+                tasks.done(granted)
+
+    def _hand_in(self, ended: Sequence[Ended], spool: Spool, sender: Sender, finished: _Finished) -> None:
+        rollouts = [rollout for group in ended for rollout in group.rollouts]
+        if rollouts:
+            event(
+                "generated",
+                versions=sorted({span.version for rollout in rollouts for span in rollout.spans}),
+                groups=sum(1 for group in ended if group.error is None),
+                rollouts=len(rollouts),
+            )
+            spool.add(rollouts)
+            sender.wake()
+            self._engine_faults = 0
+        # After the spool has it: a crash in between generates the group twice, never not at all.
+        finished.add([group.task for group in ended])
+        for group in ended:
+            if group.error is not None:
+                self._task_failed(group.task, group.error)
 
     def _awake(self) -> bool:
         """Whether the engine may be used; it has its memory then. Holds only as long as it is in use."""
@@ -179,7 +229,7 @@ class Agent:
         self._engine.resume()
         return True
 
-    def _begin(self) -> tuple[RunView, Sampling, GenerationContract, float] | None:
+    def _begin(self) -> tuple[RunView, Origin, float] | None:
         """Look at the run and register, for as long as the coordinator takes to come; None when stopped
         meanwhile."""
         while not self._stopping.is_set():
@@ -194,7 +244,16 @@ class Agent:
                 self._stopping.wait(_IDLE_SECONDS)
             else:
                 event("registered", run_id=view.run_id, incarnation=self.incarnation)
-                return view, sampling, contract, worker.heartbeat_seconds
+                self._group_size = view.settings.group_size or 1
+                origin = Origin(
+                    run_id=view.run_id,
+                    worker_id=self._settings.worker_id,
+                    incarnation=self.incarnation,
+                    group_size=self._group_size,
+                    sampling=sampling,
+                    contract=contract,
+                )
+                return view, origin, worker.heartbeat_seconds
         return None
 
     def _granted(self, waiting: Sequence[Task], tasks: TaskQueue, finished: _Finished) -> list[Task]:
@@ -224,51 +283,7 @@ class Agent:
                 return True
         return False
 
-    def _generate(
-        self,
-        policy: Policy,
-        tasks: Sequence[Task],
-        group_size: int,
-        sampling: Sampling,
-        contract: GenerationContract,
-    ) -> list[Rollout]:
-        """Whole groups under `policy`, bound here. A task that the engine cannot do is reported as failed and left
-        out."""
-        prompts: list[tuple[Task, Prompt]] = []
-        for task in tasks:
-            messages = [message.model_dump() for message in task.messages]
-            try:
-                prompt = Prompt(tuple(self._engine.render(messages)), self._seed(task), group_size)
-            except EngineError as error:
-                self._task_failed(task, group_size, error)
-            else:
-                prompts.append((task, prompt))
-        if not prompts:
-            return []
-        started = time.monotonic()
-        groups: list[tuple[Task, Prompt, list[Completion]]] = []
-        try:
-            answers = self._engine.generate(policy, [prompt for _, prompt in prompts], sampling)
-            groups = [(task, prompt, answer) for (task, prompt), answer in zip(prompts, answers, strict=True)]
-        except EngineError as error:
-            event("generation_failed", level=logging.WARNING, groups=len(prompts), error=str(error))
-            for task, prompt in prompts:  # one by one: a single bad prompt is not to cost the others
-                try:
-                    groups.append((task, prompt, self._engine.generate(policy, [prompt], sampling)[0]))
-                except EngineError as single:
-                    self._task_failed(task, group_size, single)
-        if groups:
-            self._engine_faults = 0
-        rollouts = [
-            self._rollout(policy, task, prompt, index, completion, sampling, contract)
-            for task, prompt, completions in groups
-            for index, completion in enumerate(completions)
-        ]
-        event("generated", version=policy.version, groups=len(groups), rollouts=len(rollouts),
-              seconds=round(time.monotonic() - started, 3))  # fmt: skip
-        return rollouts
-
-    def _task_failed(self, task: Task, group_size: int, error: EngineError) -> None:
+    def _task_failed(self, task: Task, error: EngineError) -> None:
         """Reports each member of the task's group as failed, so that the group settles without them."""
         event("task_failed", level=logging.ERROR, group_id=task.group_id, error=str(error))
         failures = [
@@ -282,7 +297,7 @@ class Agent:
                 incarnation=self.incarnation,
                 message=str(error)[:2000],
             )
-            for index in range(group_size)
+            for index in range(self._group_size)
         ]
         try:
             self._run.report_generation_failures(failures)
@@ -294,54 +309,6 @@ class Agent:
                 f"the engine failed {self._engine_faults} tasks in a row, last {task.task_id}: {error}; "
                 f"look at the engine, then start this worker again"
             ) from error
-
-    def _rollout(
-        self,
-        policy: Policy,
-        task: Task,
-        prompt: Prompt,
-        index: int,
-        completion: Completion,
-        sampling: Sampling,
-        contract: GenerationContract,
-    ) -> Rollout:
-        before, made = len(prompt.token_ids), len(completion.token_ids)
-        return Rollout(
-            rollout_id=f"{task.group_id}:{index}.0",
-            task_id=task.task_id,
-            task_source=task.task_source,
-            group_id=task.group_id,
-            sample_index=index,
-            attempt=0,
-            spans=(
-                Span(
-                    version=policy.version,
-                    artifact_hash=policy.artifact_hash,
-                    start=before,
-                    end=before + made,
-                ),
-            ),
-            span_source="dispatch",
-            worker_id=self._settings.worker_id,
-            incarnation=self.incarnation,
-            contract=contract,
-            generation=Generation(
-                seed=sample_seed(prompt.seed, index),
-                max_tokens=sampling.max_tokens,
-                stop=sampling.stop,
-                finish_reason=completion.finish_reason,
-                engine=self._engine.name,
-                engine_version=self._engine.version,
-            ),
-            token_ids=[*prompt.token_ids, *completion.token_ids],
-            action_mask=[False] * before + [True] * made,
-            behavior_log_probs=[*([None] * before), *completion.log_probs],
-        )
-
-    def _seed(self, task: Task) -> int:
-        """63 bits from run, group and attempt."""
-        digest = hashlib.sha256(f"{self._run.id}\n{task.group_id}\n0".encode()).digest()
-        return int.from_bytes(digest[:8], "big") >> 1
 
     def _leave(self, sender: Sender) -> None:
         """Drain, hand in what is left, deregister. A coordinator that is away is left to find out by

@@ -4,7 +4,10 @@ use."""
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Literal
 
@@ -20,17 +23,37 @@ _LONGEST_PAUSE_SECONDS = 60.0
 Key = tuple[int, str]
 
 
-class Serving:
-    """The engine's policies. All of it runs on the engine's thread, so nothing is generated during a load."""
+class _NotThereYet(Exception):
+    """The version's files are still being uploaded."""
 
-    def __init__(self, run: Run, worker: Worker, engine: Engine, cache: ArtifactCache) -> None:
+
+class Serving:
+    """The engine's policies. What concerns the engine runs on the engine's thread, which calls `follow`; files come
+    on a thread of their own, so that the engine goes on meanwhile.
+
+    `quiet` is called before the engine is touched and must end or put off all that is in flight; `wake` when `follow`
+    should be called soon.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        worker: Worker,
+        engine: Engine,
+        cache: ArtifactCache,
+        quiet: Callable[[], None],
+        wake: Callable[[], None],
+    ) -> None:
         self._run = run
         self._worker = worker
         self._engine = engine
         self._cache = cache
+        self._quiet = quiet
+        self._wake = wake
         self._held: dict[Key, Policy] = {}  # what the engine holds, or may hold of a load that failed
         self._confirmed: set[Key] = set()
         self._attempts: dict[Key, tuple[int, float]] = {}  # failed attempts, and when the next may begin
+        self._fetching: dict[Key, Future[Policy]] = {}
 
     def follow(self, watch: Watch) -> None:
         """Drop what is neither active nor the candidate; load and confirm what is and was not yet."""
@@ -41,12 +64,15 @@ class Serving:
         self._attempts = {key: attempt for key, attempt in self._attempts.items() if key in wanted}
         self._confirmed &= wanted.keys()
         for key in [key for key in self._held if key not in wanted]:
+            self._quiet()
             self._engine.unload(self._held.pop(key))
             event("policy_dropped", version=key[0], artifact_hash=key[1])
         for key, ref in wanted.items():
             if key not in self._confirmed and time.monotonic() >= self._attempts.get(key, (0, 0.0))[1]:
                 self._take_up(ref)
-        self._cache.keep_only({artifact_hash for _, artifact_hash in wanted})
+        self._fetching = {key: f for key, f in self._fetching.items() if key in wanted or not f.done()}
+        if not self._fetching:  # else its files would go
+            self._cache.keep_only({artifact_hash for _, artifact_hash in wanted})
 
     def policy(self, ref: PolicyRef) -> Policy | None:
         """The policy to generate under, None while it is not loaded and confirmed: then nothing may be
@@ -58,11 +84,18 @@ class Serving:
         self._confirmed.clear()
 
     def _take_up(self, ref: PolicyRef) -> None:
+        if _key(ref) not in self._fetching and ref.artifact_hash not in (of for _, of in self._fetching):
+            self._fetching[_key(ref)] = _in_background(lambda: self._fetch(ref), self._wake)
+        fetching = self._fetching.get(_key(ref))
+        if fetching is None or not fetching.done():
+            return
+        del self._fetching[_key(ref)]
         try:
-            policy = self._fetch(ref)
+            policy = self._fetched(ref, fetching)
             if policy is None:
                 return
             self._tell(ref, "loading")
+            self._quiet()
             try:
                 # Whole, from its files: what an earlier attempt may have left half done is not built upon.
                 self._engine.unload(policy)
@@ -95,29 +128,30 @@ class Serving:
             self._confirmed.clear()
             self._later(ref, "ack_mismatched", CoordinatorError(f"{verdict.reason}: {verdict.detail}"))
 
-    def _fetch(self, ref: PolicyRef) -> Policy | None:
+    def _fetched(self, ref: PolicyRef, fetching: Future[Policy]) -> Policy | None:
         """The policy with its verified files; None: not now, and why was said."""
-        folder = None
         try:
-            view = self._run.policy(ref.version)
-            if view.artifact_hash != ref.artifact_hash:
-                raise ArtifactCorrupt(f"version {ref.version} has hash {view.artifact_hash}, not {ref.artifact_hash}")
-            if view.kind not in self._engine.kinds:
-                self._failed(ref, "load", self._cannot_load(view))
-                return None
-            if view.kind != "base":
-                folder = self._files(ref, view)
-                if folder is None:
-                    return None
+            return fetching.result()
+        except _NotThereYet as error:
+            self._later(ref, "artifact_not_there_yet", error)
+        except EngineError as error:
+            self._failed(ref, "load", error)
         except ArtifactCorrupt as error:
             self._failed(ref, "verify", error)
-            return None
         except (Refused, OSError) as error:
             self._failed(ref, "download", error)
-            return None
+        return None
+
+    def _fetch(self, ref: PolicyRef) -> Policy:
+        view = self._run.policy(ref.version)
+        if view.artifact_hash != ref.artifact_hash:
+            raise ArtifactCorrupt(f"version {ref.version} has hash {view.artifact_hash}, not {ref.artifact_hash}")
+        if view.kind not in self._engine.kinds:
+            raise self._cannot_load(view)
+        folder = None if view.kind == "base" else self._files(ref, view)
         return Policy(self._run.id, ref.version, ref.artifact_hash, view.kind, folder)
 
-    def _files(self, ref: PolicyRef, view: PolicyView) -> Path | None:
+    def _files(self, ref: PolicyRef, view: PolicyView) -> Path:
         if not self._cache.holds(view):
             self._tell(ref, "downloading")
             try:
@@ -125,8 +159,7 @@ class Serving:
             except Refused as refused:
                 if refused.code == "artifact_file_missing" and view.state == "prepared":
                     # The activation was opened while the upload still runs.
-                    self._later(ref, "artifact_not_there_yet", refused)
-                    return None
+                    raise _NotThereYet(str(refused)) from refused
                 raise
         self._tell(ref, "verifying")
         return self._cache.verified(view)
@@ -162,6 +195,20 @@ class Serving:
             again_in_seconds=pause,
             error=str(error),
         )
+
+
+def _in_background(work: Callable[[], Policy], ended: Callable[[], None]) -> Future[Policy]:
+    future: Future[Policy] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001  raised again where the result is asked for
+            future.set_exception(error)
+        ended()
+
+    threading.Thread(target=run, name="artifact", daemon=True).start()  # the process's end does not wait for it
+    return future
 
 
 def _key(ref: PolicyRef) -> Key:

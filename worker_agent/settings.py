@@ -7,13 +7,22 @@ from enum import StrEnum
 from pathlib import Path
 
 
+class AcrossVersions(StrEnum):
+    """What becomes of rollouts in the making when the engine has to load another version, or is to give its memory
+    away: `continue` cuts them there, and they go on under the version that is active then, as another span; `finish`
+    waits for them first."""
+
+    continue_ = "continue"
+    finish = "finish"
+
+
 @dataclass(frozen=True)
 class WorkerSettings:
     """One worker of one run.
 
     `data` is the folder of its spool, its artifacts and its list of finished groups; several workers may
     share it, since each has a folder of its own below. `max_tokens` bounds one completion in tokens, a text
-    in `stop` ends it. `groups_at_once` groups are generated together. Everything else about sampling is the
+    in `stop` ends it. Up to `groups_at_once` groups are in flight. Everything else about sampling is the
     run's contract.
     """
 
@@ -22,6 +31,7 @@ class WorkerSettings:
     max_tokens: int = 16
     stop: tuple[str, ...] = ()
     groups_at_once: int = 4
+    across_versions: AcrossVersions = AcrossVersions.continue_
 
     def folder(self, run_id: str) -> Path:
         """The folder of this worker in this run."""

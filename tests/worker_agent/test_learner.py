@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.worker_agent.tiny import BASE, train
-from worker_agent.engines.engine import Prompt, Sampling
+from worker_agent.engines.engine import Prompt, Sampling, generate
 from worker_agent.engines.vllm_engine import VllmEngine
 from worker_agent.learner.learner import Learner, LearnerError, StepReport, TrainingSequence
 
@@ -54,7 +54,7 @@ def ragged_batch(learner: Learner, rows: int) -> list[TrainingSequence]:
 
 def test_engine_and_learner_agree_on_the_base_model(engine: VllmEngine, new_learner: NewLearner) -> None:
     prompt = tuple(range(20, 40))
-    samples = engine.generate(BASE, [Prompt(prompt, seed=1, samples=5)], Sampling())[0]
+    samples = generate(engine, BASE, [Prompt(prompt, seed=1, samples=5)], Sampling())[0]
     rows = [[*prompt, *c.token_ids] for c in samples]
     masks = [[False] * len(prompt) + [True] * len(c.token_ids) for c in samples]
     for learned, completion in zip(new_learner().log_probs(rows, masks), samples, strict=True):

@@ -13,7 +13,7 @@ from coordinator.wire.runs import CreateRun, FirstPolicy, RunSettings
 from tests.client.server_process import ServerProcess
 from worker_agent.agent import Agent
 from worker_agent.contract import generation_contract
-from worker_agent.engines.engine import Completion, LoadReport, Policy, Prompt, Sampling
+from worker_agent.engines.engine import Completion, EngineError, LoadReport, Policy, Request, Sampling
 from worker_agent.engines.vllm_engine import VllmEngine
 from worker_agent.models import identify
 from worker_agent.settings import WorkerSettings
@@ -95,7 +95,7 @@ class Working:
 
 
 class Hooked:
-    """The real engine, with something happening in the middle of the next generation, or of loads."""
+    """The real engine, with something happening when the next rollout is finished, or in the middle of loads."""
 
     def __init__(self, engine: VllmEngine) -> None:
         self._engine = engine
@@ -119,12 +119,18 @@ class Hooked:
         self.after_load(policy)
         return report
 
-    def generate(self, policy: Policy, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
-        answer = self._engine.generate(policy, prompts, sampling)
-        if self.hook is not None:
+    def begin(self, policy: Policy, requests: Sequence[Request], sampling: Sampling) -> None:
+        self._engine.begin(policy, requests, sampling)
+
+    def finished(self, wait_seconds: float) -> dict[str, Completion | EngineError]:
+        answer = self._engine.finished(wait_seconds)
+        if answer and self.hook is not None:
             hook, self.hook = self.hook, None
             hook()
         return answer
+
+    def interrupt(self) -> dict[str, Completion | EngineError]:
+        return self._engine.interrupt()
 
     def score(self, policy: Policy, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return self._engine.score(policy, sequences)

@@ -42,7 +42,7 @@ from worker_agent.closure.result import (
     write_once,
 )
 from worker_agent.closure.samples import TASKS, Chat
-from worker_agent.engines.engine import EngineError, LoadReport, Policy, Prompt, Sampling
+from worker_agent.engines.engine import EngineError, LoadReport, Policy, Prompt, Sampling, generate
 from worker_agent.engines.lora_digest import ADAPTER_WEIGHTS, digest_of_folder
 from worker_agent.engines.vllm_engine import VllmEngine
 from worker_agent.learner.learner import Learner, LearnerError, StepReport
@@ -245,7 +245,7 @@ def _learner_scores(learner: Learner, fixture: Fixture) -> list[list[float]]:
 
 def _answers(engine: VllmEngine, policy: Policy, chat: Chat) -> tuple[Answer, ...]:
     prompts = [Prompt(tuple(chat.prompt(task)), SEED, 1) for task in TASKS]
-    drawn = engine.generate(policy, prompts, _GREEDY)
+    drawn = generate(engine, policy, prompts, _GREEDY)
     return tuple(
         Answer(task_id=task, text=answer.text, finish_reason=answer.finish_reason)
         for task, (answer,) in zip(TASKS, drawn, strict=True)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from worker_agent.closure.profile import MAX_ANSWER_TOKENS, SEED, ClosureError, Profile
 from worker_agent.closure.samples import TASKS, Chat
-from worker_agent.engines.engine import Engine, Policy, Prompt, Sampling
+from worker_agent.engines.engine import Engine, Policy, Prompt, Sampling, generate
 from worker_agent.models import ModelIdentity
 
 
@@ -95,7 +95,7 @@ def make_fixture(engine: Engine, model: ModelIdentity, chat: Chat) -> Fixture:
     """
     base = Policy("closure-fixture", 0, model.sha256, "base", None)
     prompts = [Prompt(tuple(chat.prompt(task)), SEED + index, 1) for index, task in enumerate(TASKS)]
-    answers = engine.generate(base, prompts, Sampling(max_tokens=MAX_ANSWER_TOKENS))
+    answers = generate(engine, base, prompts, Sampling(max_tokens=MAX_ANSWER_TOKENS))
     rollouts = []
     for task, prompt, (answer,) in zip(TASKS, prompts, answers, strict=True):
         if answer.token_ids[-1] != chat.end_token:

@@ -168,7 +168,8 @@ def _spoken(name: str, line: dict[str, object]) -> str | None:
         case "policy_confirmed" if line["version"]:
             return f"{name}: loaded, verified and acked version {line['version']}"
         case "generated":
-            return f"{name}: generated {line['groups']} groups with version {line['version']} ({line['seconds']} s)"
+            versions = " and ".join(str(version) for version in line["versions"])
+            return f"{name}: generated {line['groups']} groups with version {versions}"
         case "ready":
             return f"{name}: verl is up"
         case "stage_done" if line["stage"] in ("wait", "score", "reserve", "commit", "publish", "activate"):

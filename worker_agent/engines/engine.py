@@ -54,12 +54,22 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Request:
+    """One completion to be made, of at most `max_tokens`. `request_id` is its own among those in flight."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    seed: int
+    max_tokens: int
+
+
+@dataclass(frozen=True)
 class Completion:
     """One completion. `log_probs[i]` scores `token_ids[i]`; an end-of-sequence token that was drawn is
     included.
 
-    `finish_reason` is "stop" or "length". `text` is the decoded completion without the stop text and special
-    tokens.
+    `finish_reason` is "stop", "length", or "abort" for one that was interrupted: it may have no token at all. `text`
+    is the decoded completion without the stop text and special tokens.
     """
 
     token_ids: list[int]
@@ -85,7 +95,8 @@ class LoadReport:
 class Engine(Protocol):
     """An inference engine. `logprobs_mode`: "raw" (before temperature and truncation) or "processed".
 
-    `kinds` are the kinds of policies that it can load: "base", "lora", "full".
+    `kinds` are the kinds of policies that it can load: "base", "lora", "full". `load`, `score`, `unload` and `release`
+    raise `EngineError` while requests are in flight. One thread at a time uses an engine.
     """
 
     name: str
@@ -106,8 +117,24 @@ class Engine(Protocol):
         """
         ...
 
-    def generate(self, policy: Policy, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
-        """Complete each prompt with exactly `policy`, which must be loaded: `samples` answers per prompt."""
+    def begin(self, policy: Policy, requests: Sequence[Request], sampling: Sampling) -> None:
+        """Start to complete `requests` with exactly `policy`, which must be loaded, and return at once.
+
+        The bound on tokens is the request's, not the sampling's. Raises `EngineError`, and starts none of them, if
+        the policy is not loaded or a request is refused on the spot; others of this engine may be in flight already.
+        """
+        ...
+
+    def finished(self, wait_seconds: float) -> dict[str, "Completion | EngineError"]:
+        """What has ended since the last call, by request; the engine may work only in this call.
+
+        Returns when there is something, after `wait_seconds` without, and at once if nothing is in flight. A request
+        that the engine refused or failed ends with its error.
+        """
+        ...
+
+    def interrupt(self) -> dict[str, "Completion | EngineError"]:
+        """End everything in flight. What was not finished comes with the tokens that it has, as "abort"."""
         ...
 
     def score(self, policy: Policy, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -135,6 +162,30 @@ class Engine(Protocol):
         ...
 
 
+def generate(engine: Engine, policy: Policy, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
+    """Complete each prompt with exactly `policy`, which must be loaded: `samples` answers per prompt.
+
+    Every sample has a random stream of its own. Raises `EngineError` for the first that the engine did not complete.
+    """
+    requests = [
+        [
+            Request(f"{number}/{index}", prompt.token_ids, sample_seed(prompt.seed, index), sampling.max_tokens)
+            for index in range(prompt.samples)
+        ]
+        for number, prompt in enumerate(prompts)
+    ]
+    every = [request for samples in requests for request in samples]
+    engine.begin(policy, every, sampling)
+    done: dict[str, Completion] = {}
+    while len(done) < len(every):
+        for request_id, completion in engine.finished(1.0).items():
+            if isinstance(completion, EngineError):
+                engine.interrupt()
+                raise completion
+            done[request_id] = completion
+    return [[done[request.request_id] for request in samples] for samples in requests]
+
+
 def folder_of(policy: Policy, kinds: Sequence[str]) -> Path | None:
     """Where the policy's files are, None for the base model.
 
@@ -148,6 +199,11 @@ def folder_of(policy: Policy, kinds: Sequence[str]) -> Path | None:
         f"policy version {policy.version} is of kind {policy.kind} with {policy.folder or 'no folder'}: this engine "
         f"takes {takes}"
     )
+
+
+def requests_in_flight(count: int) -> EngineError:
+    """For what an engine does only when it is idle."""
+    return EngineError(f"{count} requests are in flight: let them finish, or interrupt them first")
 
 
 def check_lengths(sequences: Sequence[Sequence[int]], longest: int) -> None:

@@ -23,11 +23,11 @@ from worker_agent.engines.engine import (
     EngineError,
     LoadReport,
     Policy,
-    Prompt,
+    Request,
     Sampling,
     check_lengths,
     folder_of,
-    sample_seed,
+    requests_in_flight,
 )
 from worker_agent.engines.lora_digest import (
     ADAPTER_WEIGHTS,
@@ -36,6 +36,20 @@ from worker_agent.engines.lora_digest import (
     lora_layout,
     tensors_digest,
 )
+
+
+class _Decoding:
+    """A request in flight, with what was drawn for it so far."""
+
+    def __init__(self, policy: Policy, request: Request, sampling: Sampling) -> None:
+        self.policy = policy
+        self.request = request
+        self.sampling = sampling
+        self.draw = torch.Generator().manual_seed(request.seed)
+        self.past: Any = None
+        self.step = list(request.token_ids)
+        self.tokens: list[int] = []
+        self.log_probs: list[float] = []
 
 
 class TransformersEngine:
@@ -63,6 +77,7 @@ class TransformersEngine:
         self._base_digest = tensors_digest(_weights(self._base))
         self._adapters: dict[tuple[str, int, str], str] = {}
         self._models: dict[tuple[str, int, str], Any] = {}
+        self._in_flight: list[_Decoding] = []
         self._end_tokens = _end_tokens(self._tokenizer, self._base)
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -85,7 +100,7 @@ class TransformersEngine:
         """
         started = time.monotonic()
         with self._lock:
-            self._check_open()
+            self._check_idle()
             folder = folder_of(policy, self.kinds)
             if folder is None:
                 held, layout = tensors_digest(_weights(self._base)), self._full_layout()
@@ -104,21 +119,42 @@ class TransformersEngine:
                 seconds=time.monotonic() - started,
             )
 
-    def generate(self, policy: Policy, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
-        """Complete the prompts; see `Engine.generate`. Every sample has a random stream of its own.
+    def begin(self, policy: Policy, requests: Sequence[Request], sampling: Sampling) -> None:
+        """See `Engine.begin`. The model works only in `finished`, on one request after the other.
 
         Raises `EngineError` if the policy is not loaded, if a prompt is empty or leaves no room for a token, and for
         sampling parameters or token ids out of range.
         """
+        with self._lock:
+            self._serving(policy)
+            check_lengths([request.token_ids for request in requests], self._max_model_len - 1)
+            self._check_tokens([request.token_ids for request in requests])
+            for request in requests:
+                _check_sampling(sampling, request.max_tokens)
+            self._in_flight += [_Decoding(policy, request, sampling) for request in requests]
+
+    def finished(self, wait_seconds: float) -> dict[str, Completion | EngineError]:
+        """See `Engine.finished`."""
+        until = time.monotonic() + wait_seconds
         with self._lock, torch.inference_mode():
-            model = self._serving(policy)
-            check_lengths([prompt.token_ids for prompt in prompts], self._max_model_len - 1)
-            self._check_tokens([prompt.token_ids for prompt in prompts])
-            _check_sampling(sampling)
-            return [
-                [self._complete(model, prompt, index, sampling) for index in range(prompt.samples)]
-                for prompt in prompts
-            ]
+            if not self._in_flight:
+                return {}
+            first = self._in_flight[0]
+            model = self._serving(first.policy)
+            while (completion := self._next_token(model, first)) is None:
+                if time.monotonic() >= until:
+                    return {}
+            del self._in_flight[0]
+            return {first.request.request_id: completion}
+
+    def interrupt(self) -> dict[str, Completion | EngineError]:
+        """See `Engine.interrupt`."""
+        with self._lock:
+            left, self._in_flight = self._in_flight, []
+        return {
+            one.request.request_id: Completion(one.tokens, one.log_probs, "abort", self._text(one.tokens))
+            for one in left
+        }
 
     def score(self, policy: Policy, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs of given tokens under `policy`; see `Engine.score`.
@@ -127,6 +163,7 @@ class TransformersEngine:
         range.
         """
         with self._lock, torch.inference_mode():
+            self._check_idle()
             model = self._serving(policy)
             check_lengths(sequences, self._max_model_len - 1)
             self._check_tokens(sequences)
@@ -135,7 +172,7 @@ class TransformersEngine:
     def unload(self, policy: Policy) -> None:
         """Forget an adapter or a model; the base model stays. See `Engine.unload`."""
         with self._lock:
-            self._check_open()
+            self._check_idle()
             self._models.pop(policy.key, None)
             if (adapter := self._adapters.pop(policy.key, None)) is not None:
                 self._remove(adapter)
@@ -144,7 +181,7 @@ class TransformersEngine:
         """Move every model to the CPU's memory; see `Engine.release`."""
         with self._lock:
             if not self._released:
-                self._check_open()
+                self._check_idle()
                 self._released = True
                 self._move("cpu")
 
@@ -159,6 +196,7 @@ class TransformersEngine:
         """Drop the models."""
         with self._lock:
             self._closed = True
+            self._in_flight.clear()
             self._adapters.clear()
             self._models.clear()
             self._base = None
@@ -269,25 +307,28 @@ class TransformersEngine:
                 layer.set_adapter(adapter, inference_mode=True)
         return self._base
 
-    def _complete(self, model: Any, prompt: Prompt, index: int, sampling: Sampling) -> Completion:
-        draw = torch.Generator().manual_seed(sample_seed(prompt.seed, index))
-        tokens: list[int] = []
-        log_probs: list[float] = []
-        past, step, text = None, list(prompt.token_ids), ""
-        for _ in range(min(sampling.max_tokens, self._max_model_len - len(prompt.token_ids))):
-            output = model(input_ids=torch.tensor([step], device=self._device), past_key_values=past, use_cache=True)
-            past, logits = output.past_key_values, output.logits[0, -1].float().cpu()
-            token = _draw(logits, sampling, draw)
-            step = [token]
-            tokens.append(token)
-            log_probs.append(float(torch.log_softmax(logits, dim=-1)[token]))
-            # Half a character at the end is no text yet; vLLM holds it back too.
-            text = self._tokenizer.decode(tokens, skip_special_tokens=True).rstrip("\ufffd")
-            if token in self._end_tokens:
-                return Completion(tokens, log_probs, "stop", text)
-            if ends := [at for stop in sampling.stop if (at := text.find(stop)) >= 0]:
-                return Completion(tokens, log_probs, "stop", text[: min(ends)])
-        return Completion(tokens, log_probs, "length", text)
+    def _next_token(self, model: Any, one: _Decoding) -> Completion | None:
+        """Draws a token; the completion if it was the last."""
+        output = model(
+            input_ids=torch.tensor([one.step], device=self._device), past_key_values=one.past, use_cache=True
+        )
+        one.past, logits = output.past_key_values, output.logits[0, -1].float().cpu()
+        token = _draw(logits, one.sampling, one.draw)
+        one.step = [token]
+        one.tokens.append(token)
+        one.log_probs.append(float(torch.log_softmax(logits, dim=-1)[token]))
+        text = self._text(one.tokens)
+        if token in self._end_tokens:
+            return Completion(one.tokens, one.log_probs, "stop", text)
+        if ends := [at for stop in one.sampling.stop if (at := text.find(stop)) >= 0]:
+            return Completion(one.tokens, one.log_probs, "stop", text[: min(ends)])
+        if len(one.tokens) == min(one.request.max_tokens, self._max_model_len - len(one.request.token_ids)):
+            return Completion(one.tokens, one.log_probs, "length", text)
+        return None
+
+    def _text(self, tokens: list[int]) -> str:
+        # Half a character at the end is no text yet; vLLM holds it back too.
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True)).rstrip("\ufffd")
 
     def _score(self, model: Any, tokens: Sequence[int]) -> list[float]:
         ids = torch.tensor([list(tokens)], device=self._device)
@@ -300,6 +341,11 @@ class TransformersEngine:
         if self._released:
             raise EngineError("this engine gave its memory away: resume it first")
 
+    def _check_idle(self) -> None:
+        self._check_open()
+        if self._in_flight:
+            raise requests_in_flight(len(self._in_flight))
+
     def _check_tokens(self, sequences: Sequence[Sequence[int]]) -> None:
         size = self._base.get_input_embeddings().num_embeddings
         for index, tokens in enumerate(sequences):
@@ -307,15 +353,17 @@ class TransformersEngine:
                 raise EngineError(f"refused: sequence {index} has a token id outside 0 to {size - 1}")
 
 
-def _check_sampling(sampling: Sampling) -> None:
+def _check_sampling(sampling: Sampling, max_tokens: int) -> None:
     in_range = {
         "temperature": sampling.temperature >= 0,
         "top_p": 0 < sampling.top_p <= 1,
         "top_k": sampling.top_k >= 0,
         "min_p": 0 <= sampling.min_p <= 1,
-        "max_tokens": sampling.max_tokens >= 1,
     }
-    if wrong := [f"{name} {getattr(sampling, name)}" for name, good in in_range.items() if not good]:
+    wrong = [f"{name} {getattr(sampling, name)}" for name, good in in_range.items() if not good]
+    if max_tokens < 1:
+        wrong.append(f"max_tokens {max_tokens}")
+    if wrong:
         raise EngineError(f"refused: {', '.join(wrong)} out of range")
 
 

@@ -20,11 +20,11 @@ from worker_agent.engines.engine import (
     EngineError,
     LoadReport,
     Policy,
-    Prompt,
+    Request,
     Sampling,
     check_lengths,
     folder_of,
-    sample_seed,
+    requests_in_flight,
 )
 from worker_agent.engines.lora_digest import ADAPTER_CONFIG, AdapterError, LoraDigest, digest_of_folder, lora_layout
 
@@ -50,6 +50,27 @@ _CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # two engines that bind their threads end up on the same core
 }
+
+
+class _Streamed:
+    """What a request in flight has produced so far, from the pieces that vLLM gives out."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._log_probs: list[float] = []
+        self._text: list[str] = []
+        self._finish_reason = "abort"
+
+    def add(self, piece: Any) -> None:
+        """A `CompletionOutput` that holds what is new."""
+        tokens = [int(token) for token in piece.token_ids]
+        self._tokens += tokens
+        self._log_probs += [float(entry[token].logprob) for token, entry in zip(tokens, piece.logprobs, strict=True)]
+        self._text.append(piece.text)
+        self._finish_reason = piece.finish_reason or self._finish_reason
+
+    def completion(self) -> Completion:
+        return Completion(self._tokens, self._log_probs, self._finish_reason, "".join(self._text))
 
 
 class VllmEngine:
@@ -94,6 +115,7 @@ class VllmEngine:
         self._lock = threading.RLock()
         self._adapters: dict[tuple[str, int, str], Any] = {}  # LoRARequests, in the order of loading
         self._last_used: tuple[str, int, str] | None = None
+        self._in_flight: dict[str, _Streamed] = {}
         self._closed = False
         self._released = False
         self._releasable = releasable or self._on_cpu
@@ -153,7 +175,7 @@ class VllmEngine:
         """
         started = time.monotonic()
         with self._lock:
-            self._check_open()
+            self._check_idle()
             digest: WeightDigest | None = None
             if (folder := folder_of(policy, self.kinds)) is None:
                 self._probe_base()
@@ -169,38 +191,65 @@ class VllmEngine:
                 seconds=time.monotonic() - started,
             )
 
-    def generate(self, policy: Policy, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
-        """Complete the prompts; see `Engine.generate`. Every sample has a random stream of its own.
+    def begin(self, policy: Policy, requests: Sequence[Request], sampling: Sampling) -> None:
+        """See `Engine.begin`. vLLM works only in `finished`, on all requests together.
 
-        Raises `EngineError` if the policy is not loaded, or if a prompt is empty or leaves no room for a
-        token.
+        Raises `EngineError` if the policy is not loaded, if a prompt is empty or leaves no room for a token, and for
+        what vLLM refuses.
         """
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
         with self._lock:
             self._check_open()
-            request = self._request_of(policy)
-            check_lengths([prompt.token_ids for prompt in prompts], self._max_model_len - 1)
-            inputs = [p for p in prompts for _ in range(p.samples)]
-            with _refusals():
-                parameters = [
-                    SamplingParams(
-                        seed=sample_seed(prompt.seed, index),
-                        temperature=sampling.temperature,
-                        top_p=sampling.top_p,
-                        top_k=sampling.top_k,
-                        min_p=sampling.min_p,
-                        max_tokens=sampling.max_tokens,
-                        stop=list(sampling.stop),
-                        logprobs=0,
-                    )
-                    for prompt in prompts
-                    for index in range(prompt.samples)
-                ]
+            adapter = self._request_of(policy)
+            check_lengths([request.token_ids for request in requests], self._max_model_len - 1)
             self._last_used = policy.key
-            outputs = self._run([p.token_ids for p in inputs], parameters, request)
-            completions = iter([_completion(output) for output in outputs])
-            return [list(itertools.islice(completions, prompt.samples)) for prompt in prompts]
+            begun: list[str] = []
+            try:
+                with _refusals():
+                    for request in requests:
+                        parameters = SamplingParams(
+                            seed=request.seed,
+                            temperature=sampling.temperature,
+                            top_p=sampling.top_p,
+                            top_k=sampling.top_k,
+                            min_p=sampling.min_p,
+                            max_tokens=request.max_tokens,
+                            stop=list(sampling.stop),
+                            logprobs=0,
+                            output_kind=RequestOutputKind.DELTA,
+                        )
+                        prompt: Any = {"prompt_token_ids": list(request.token_ids)}
+                        self._llm.llm_engine.add_request(request.request_id, prompt, parameters, lora_request=adapter)
+                        begun.append(request.request_id)
+                        self._in_flight[request.request_id] = _Streamed()
+            except EngineError:
+                self._abort(begun)
+                raise
+
+    def finished(self, wait_seconds: float) -> dict[str, Completion | EngineError]:
+        """See `Engine.finished`."""
+        until = time.monotonic() + wait_seconds
+        with self._lock:
+            done: dict[str, Completion | EngineError] = {}
+            while self._in_flight and not done:
+                for output in self._llm.llm_engine.step():
+                    streamed = self._in_flight[output.request_id]
+                    streamed.add(output.outputs[0])
+                    if output.finished:
+                        del self._in_flight[output.request_id]
+                        done[output.request_id] = streamed.completion()
+                if time.monotonic() >= until:
+                    break
+            return done
+
+    def interrupt(self) -> dict[str, Completion | EngineError]:
+        """See `Engine.interrupt`."""
+        with self._lock:
+            left = dict(self._in_flight)
+            self._abort(list(left))
+            return {request_id: streamed.completion() for request_id, streamed in left.items()}
 
     def score(self, policy: Policy, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs of given tokens under `policy`; see `Engine.score`.
@@ -208,7 +257,7 @@ class VllmEngine:
         Raises `EngineError` if the policy is not loaded, or if a sequence is empty or too long.
         """
         with self._lock:
-            self._check_open()
+            self._check_idle()
             request = self._request_of(policy)
             check_lengths(sequences, self._max_model_len - 1)
             return self._score(sequences, request)
@@ -216,7 +265,7 @@ class VllmEngine:
     def unload(self, policy: Policy) -> None:
         """Remove an adapter from the worker; the base model stays. See `Engine.unload`."""
         with self._lock:
-            self._check_open()
+            self._check_idle()
             if policy.key in self._adapters:
                 self._remove(policy.key)
 
@@ -229,7 +278,7 @@ class VllmEngine:
         with self._lock:
             if self._released:
                 return
-            self._check_open()
+            self._check_idle()
             if not self._releasable:
                 raise EngineError("this engine keeps its memory: start it as a releasable one")
             self._llm.sleep(level=1)
@@ -253,6 +302,7 @@ class VllmEngine:
             if not self._closed:
                 self._closed = True
                 self._adapters.clear()
+                self._in_flight.clear()
                 self._llm.llm_engine.engine_core.shutdown()
                 del self._llm
                 _one_engine.release()
@@ -324,12 +374,24 @@ class VllmEngine:
         if self._released:
             raise EngineError("this engine gave its memory away: resume it first")
 
+    def _check_idle(self) -> None:
+        self._check_open()
+        if self._in_flight:
+            raise requests_in_flight(len(self._in_flight))
+
+    def _abort(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            del self._in_flight[request_id]
+        self._llm.llm_engine.abort_request(request_ids)
+
     def _score(self, sequences: Sequence[Sequence[int]], request: Any) -> list[list[float]]:
         from vllm import SamplingParams
 
         # Requests with prompt_logprobs never read the prefix cache, so every token is really computed.
         parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        outputs = self._run(sequences, [parameters] * len(sequences), request)
+        prompts: Any = [{"prompt_token_ids": list(tokens)} for tokens in sequences]
+        with _refusals():
+            outputs = self._llm.generate(prompts, parameters, lora_request=request, use_tqdm=False)
         return [
             [
                 0.0,
@@ -337,11 +399,6 @@ class VllmEngine:
             ]
             for output, tokens in zip(outputs, sequences, strict=True)
         ]
-
-    def _run(self, sequences: Sequence[Sequence[int]], parameters: Sequence[Any], request: Any) -> list[Any]:
-        prompts: Any = [{"prompt_token_ids": list(tokens)} for tokens in sequences]
-        with _refusals():
-            return list(self._llm.generate(prompts, list(parameters), lora_request=request, use_tqdm=False))
 
 
 def server_start(model: Path, dtype: str, max_model_len: int, max_num_seqs: int) -> tuple[list[str], dict[str, str]]:
@@ -390,14 +447,3 @@ def _refusals() -> Iterator[None]:
         yield
     except (ValueError, VLLMValidationError) as error:
         raise EngineError(f"vLLM refused the request: {error}") from error
-
-
-def _completion(output: Any) -> Completion:
-    (sample,) = output.outputs
-    tokens = [int(token) for token in sample.token_ids]
-    return Completion(
-        token_ids=tokens,
-        log_probs=[float(entry[token].logprob) for token, entry in zip(tokens, sample.logprobs, strict=True)],
-        finish_reason=str(sample.finish_reason),
-        text=sample.text,
-    )

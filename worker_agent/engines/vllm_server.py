@@ -27,15 +27,16 @@ from worker_agent.engines.engine import (
     EngineError,
     LoadReport,
     Policy,
-    Prompt,
+    Request,
     Sampling,
     check_lengths,
     folder_of,
-    sample_seed,
+    requests_in_flight,
 )
 from worker_agent.engines.lora_digest import AdapterError, digest_of_folder, is_zero, lora_layout
 from worker_agent.engines.vllm_engine import MAX_ADAPTERS, server_start
 from worker_agent.engines.vllm_process import VllmProcess
+from worker_agent.engines.vllm_streams import Streams, refused
 from worker_agent.logs import event
 
 _REQUEST_SECONDS = 600.0
@@ -99,6 +100,7 @@ class VllmServerEngine:
         limits = httpx.Limits(max_connections=max_num_seqs, max_keepalive_connections=0)
         self._http = httpx.Client(base_url=url, timeout=_REQUEST_SECONDS, limits=limits, trust_env=False)
         self._requests = ThreadPoolExecutor(max_num_seqs, thread_name_prefix="vllm-request")
+        self._streams = Streams(url, _REQUEST_SECONDS)
         try:
             self._negotiate(dtype)
         except (KeyError, StopIteration, TypeError, ValueError) as error:
@@ -132,7 +134,7 @@ class VllmServerEngine:
         """
         started = time.monotonic()
         with self._lock:
-            self._check_open()
+            self._check_idle()
             folder = folder_of(policy, self.kinds)
             digest = None
             if folder is None:
@@ -147,34 +149,40 @@ class VllmServerEngine:
                 seconds=time.monotonic() - started,
             )
 
-    def generate(self, policy: Policy, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
-        """Complete the prompts; see `Engine.generate`. Every sample is a request with a random stream of its own.
+    def begin(self, policy: Policy, requests: Sequence[Request], sampling: Sampling) -> None:
+        """See `Engine.begin`. What the server refuses comes out of `finished`.
 
-        Raises `EngineError` if the policy is not loaded, if a prompt is empty or leaves no room for a token, and for
-        what the server refuses.
+        Raises `EngineError` if the policy is not loaded, or if a prompt is empty or leaves no room for a token.
         """
         with self._lock:
             self._check_open()
             served = self._served_name(policy)
-            check_lengths([prompt.token_ids for prompt in prompts], self._max_model_len - 1)
-            bodies = [
-                _completion_request(served, prompt.token_ids) | {
-                    "seed": sample_seed(prompt.seed, index),
-                    "temperature": sampling.temperature,
-                    "top_p": sampling.top_p,
-                    "top_k": sampling.top_k,
-                    "min_p": sampling.min_p,
-                    # The server refuses what goes beyond its length; in process vLLM cuts it.
-                    "max_tokens": min(sampling.max_tokens, self._max_model_len - len(prompt.token_ids)),
-                    "stop": list(sampling.stop),
-                    "logprobs": 0,
-                }
-                for prompt in prompts
-                for index in range(prompt.samples)
-            ]  # fmt: skip
+            check_lengths([request.token_ids for request in requests], self._max_model_len - 1)
             self._last_used = policy.key
-            completions = iter(self._complete(bodies, _completion))
-            return [[next(completions) for _ in range(prompt.samples)] for prompt in prompts]
+            for request in requests:
+                self._streams.begin(
+                    request.request_id,
+                    _completion_request(served, request.token_ids) | {
+                        "stream": True,
+                        "seed": request.seed,
+                        "temperature": sampling.temperature,
+                        "top_p": sampling.top_p,
+                        "top_k": sampling.top_k,
+                        "min_p": sampling.min_p,
+                        # The server refuses what goes beyond its length; in process vLLM cuts it.
+                        "max_tokens": min(request.max_tokens, self._max_model_len - len(request.token_ids)),
+                        "stop": list(sampling.stop),
+                        "logprobs": 0,
+                    },
+                )  # fmt: skip
+
+    def finished(self, wait_seconds: float) -> dict[str, Completion | EngineError]:
+        """See `Engine.finished`; the server works on in between."""
+        return self._streams.finished(wait_seconds)
+
+    def interrupt(self) -> dict[str, Completion | EngineError]:
+        """See `Engine.interrupt`."""
+        return self._streams.interrupt()
 
     def score(self, policy: Policy, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs of given tokens under `policy`; see `Engine.score`.
@@ -183,7 +191,7 @@ class VllmServerEngine:
         refuses.
         """
         with self._lock:
-            self._check_open()
+            self._check_idle()
             served = self._served_name(policy)
             check_lengths(sequences, self._max_model_len - 1)
             return self._score(served, sequences)
@@ -191,7 +199,7 @@ class VllmServerEngine:
     def unload(self, policy: Policy) -> None:
         """Remove an adapter from the server and, where it can be asked, from its worker. See `Engine.unload`."""
         with self._lock:
-            self._check_open()
+            self._check_idle()
             if policy.key in self._adapters:
                 self._remove(policy.key)
 
@@ -203,14 +211,14 @@ class VllmServerEngine:
         with self._lock:
             if self._released:
                 return
-            self._check_open()
+            self._check_idle()
             if not self.abilities.sleep:
                 event("engine_keeps_its_memory", level=logging.WARNING, url=self.url)
             else:
                 answer = self._call("POST", "/sleep?level=1&mode=wait")
                 if answer.status_code != 200 or not self._get("/is_sleeping")["is_sleeping"]:
                     self._post("/wake_up")  # it may have stopped to schedule before it failed
-                    raise self._refused("/sleep", answer)
+                    raise refused("/sleep", answer)
             self._released = True
 
     def resume(self) -> None:
@@ -229,6 +237,7 @@ class VllmServerEngine:
             if self._closed:
                 return
             self._closed = True
+            self._streams.interrupt()
             try:
                 if self._process is None:
                     self._wake_for_others()
@@ -237,6 +246,7 @@ class VllmServerEngine:
             except EngineError as error:  # the server has gone, and they with it
                 event("adapters_left_behind", url=self.url, error=str(error))
             finally:
+                self._streams.close()
                 self._requests.shutdown()
                 self._http.close()
                 if self._process is not None:
@@ -372,7 +382,7 @@ class VllmServerEngine:
         adapter = self._adapters.pop(key)
         answer = self._call("POST", "/v1/unload_lora_adapter", {"lora_name": adapter.name})
         if answer.status_code not in (200, 404):
-            raise self._refused("/v1/unload_lora_adapter", answer)
+            raise refused("/v1/unload_lora_adapter", answer)
         if adapter.worker_id is not None:
             # The server forgets the name alone.
             self._rpc("remove_lora", adapter.worker_id)
@@ -438,6 +448,11 @@ class VllmServerEngine:
         if self._released:
             raise EngineError("this engine gave its memory away: resume it first")
 
+    def _check_idle(self) -> None:
+        self._check_open()
+        if len(self._streams):
+            raise requests_in_flight(len(self._streams))
+
     def _get(self, path: str) -> Any:
         return self._answer(path, self._call("GET", path))
 
@@ -446,11 +461,8 @@ class VllmServerEngine:
 
     def _answer(self, path: str, answer: httpx.Response) -> Any:
         if answer.status_code != 200:
-            raise self._refused(path, answer)
+            raise refused(path, answer)
         return answer.json() if answer.headers.get("content-type") == "application/json" else None
-
-    def _refused(self, path: str, answer: httpx.Response) -> EngineError:
-        return EngineError(f"vLLM refused the request: {answer.status_code} to {path}: {answer.text[:500]}")
 
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> httpx.Response:
         try:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.worker_agent.adapters import draw_adapter
 from tests.worker_agent.engines import corruption
 from tests.worker_agent.tiny import BASE
-from worker_agent.engines.engine import Engine, EngineError, Policy, Prompt, Sampling, sample_seed
+from worker_agent.engines.engine import Engine, EngineError, Policy, Prompt, Sampling, generate, sample_seed
 from worker_agent.engines.lora_digest import digest_of_folder, lora_layout
 from worker_agent.engines.transformers_engine import TransformersEngine
 
@@ -47,7 +47,7 @@ def test_render_is_the_models_own_template(each: Engine, tiny_model: Path) -> No
 def test_generated_log_probs_equal_scored_ones_and_the_references(each: Engine, reference: TransformersEngine) -> None:
     prompts = [Prompt(PROMPT, seed=1, samples=3), Prompt((5, 6, 7), seed=2, samples=2)]
     for sampling in (Sampling(), Sampling(temperature=0.5, top_p=0.9, top_k=20, min_p=0.01)):
-        completions = each.generate(BASE, prompts, sampling)
+        completions = generate(each, BASE, prompts, sampling)
         assert [len(samples) for samples in completions] == [3, 2]
         for prompt, samples in zip(prompts, completions, strict=True):
             rows = [[*prompt.token_ids, *c.token_ids] for c in samples]
@@ -61,14 +61,14 @@ def test_generated_log_probs_equal_scored_ones_and_the_references(each: Engine, 
 def test_greedy_completions_are_the_references(each: Engine, reference: TransformersEngine) -> None:
     prompts = [Prompt(tuple(row[:length]), 1, 1) for row, length in zip(sequences(), (3, 17, 40, 60), strict=True)]
     greedy = Sampling(temperature=0.0, max_tokens=24)
-    ours, theirs = each.generate(BASE, prompts, greedy), reference.generate(BASE, prompts, greedy)
+    ours, theirs = generate(each, BASE, prompts, greedy), generate(reference, BASE, prompts, greedy)
     assert [c.token_ids for (c,) in ours] == [c.token_ids for (c,) in theirs]
     assert [c.text for (c,) in ours] == [c.text for (c,) in theirs]
 
 
 def test_samples_are_independent_and_reproducible(each: Engine) -> None:
     def drawn(prompts: list[Prompt]) -> list[tuple[int, ...]]:
-        return [tuple(c.token_ids) for samples in each.generate(BASE, prompts, Sampling()) for c in samples]
+        return [tuple(c.token_ids) for samples in generate(each, BASE, prompts, Sampling()) for c in samples]
 
     together = drawn([Prompt(PROMPT, seed=seed, samples=4) for seed in (7, 8, 9)])
     assert len(set(together)) == 12  # neighbouring seeds share no stream
@@ -92,15 +92,15 @@ def test_truncation_draws_from_the_likeliest_alone(each: Engine, tiny_model: Pat
         "min_p": int((probs >= 0.25 * probs[0]).sum()),
     }[next(iter(narrow))]
     likeliest = dict(zip(ranked[:count].tolist(), log_probs[:count].tolist(), strict=True))
-    (cut,) = each.generate(BASE, [Prompt(PROMPT, 1, 40)], Sampling(max_tokens=1, **narrow))  # type: ignore[arg-type]
+    (cut,) = generate(each, BASE, [Prompt(PROMPT, 1, 40)], Sampling(max_tokens=1, **narrow))  # type: ignore[arg-type]
     assert {c.token_ids[0] for c in cut} <= likeliest.keys() and len({c.token_ids[0] for c in cut}) > 1
     assert all(abs(c.log_probs[0] - likeliest[c.token_ids[0]]) < FROM_REFERENCE for c in cut)
-    (whole,) = each.generate(BASE, [Prompt(PROMPT, 1, 40)], Sampling(max_tokens=1))
+    (whole,) = generate(each, BASE, [Prompt(PROMPT, 1, 40)], Sampling(max_tokens=1))
     assert not {c.token_ids[0] for c in whole} <= likeliest.keys()
 
 
 def test_the_end_token_is_part_of_the_completion(each: Engine) -> None:
-    samples = each.generate(BASE, [Prompt((5, 6, 7), seed=3, samples=8)], Sampling(max_tokens=48))[0]
+    samples = generate(each, BASE, [Prompt((5, 6, 7), seed=3, samples=8)], Sampling(max_tokens=48))[0]
     ended = [c for c in samples if c.finish_reason == "stop"]
     assert ended and len(ended) < len(samples)
     assert all(c.token_ids[-1] == END and len(c.log_probs) == len(c.token_ids) for c in ended)
@@ -108,13 +108,13 @@ def test_the_end_token_is_part_of_the_completion(each: Engine) -> None:
 
 
 def test_a_stop_text_ends_the_completion(each: Engine) -> None:
-    samples = each.generate(BASE, [Prompt((5, 6, 7), 3, 8)], Sampling(max_tokens=48, stop=("1", "2")))[0]
+    samples = generate(each, BASE, [Prompt((5, 6, 7), 3, 8)], Sampling(max_tokens=48, stop=("1", "2")))[0]
     assert any(c.finish_reason == "stop" for c in samples)
     assert not any(digit in c.text for c in samples for digit in "12")
 
 
 def test_a_completion_ends_where_the_model_does(each: Engine) -> None:
-    (samples,) = each.generate(BASE, [Prompt((5,) * 120, 1, 2)], Sampling(max_tokens=20))
+    (samples,) = generate(each, BASE, [Prompt((5,) * 120, 1, 2)], Sampling(max_tokens=20))
     assert [(len(c.token_ids), c.finish_reason) for c in samples] == [(8, "length")] * 2
 
 
@@ -129,7 +129,7 @@ def test_adapters_take_turns_and_each_is_the_references(
         reference.load(policy)
     first: dict[int, Any] = {}
     for policy in [*versions, *versions]:
-        (samples,) = each.generate(policy, [Prompt(PROMPT, seed=11, samples=2)], Sampling())
+        (samples,) = generate(each, policy, [Prompt(PROMPT, seed=11, samples=2)], Sampling())
         rows = [[*PROMPT, *c.token_ids] for c in samples]
         scored = each.score(policy, rows)
         assert largest_difference([c.log_probs for c in samples], [x[len(PROMPT) :] for x in scored]) < 1e-5
@@ -167,11 +167,11 @@ def test_of_the_base_model_a_digest_is_given_where_the_weights_can_be_read(each:
 def test_other_weights_under_the_same_name_are_served(each: Engine, policies: NewPolicy, tmp_path: Path) -> None:
     policy = policies(1)
     before = each.load(policy).digest
-    each.generate(policy, [Prompt(PROMPT, 1, 1)], Sampling())
+    generate(each, policy, [Prompt(PROMPT, 1, 1)], Sampling())
     each.unload(policy)
     other = Policy(policy.run_id, policy.version, policy.artifact_hash, "lora", draw_adapter(tmp_path / "other", 9))
     assert each.load(other).digest != before
-    (samples,) = each.generate(other, [Prompt(PROMPT, 1, 2)], Sampling())
+    (samples,) = generate(each, other, [Prompt(PROMPT, 1, 2)], Sampling())
     scored = each.score(other, [[*PROMPT, *c.token_ids] for c in samples])
     assert largest_difference([c.log_probs for c in samples], [x[len(PROMPT) :] for x in scored]) < 1e-5
 
@@ -180,7 +180,7 @@ def test_the_adapter_in_use_is_not_the_one_to_go(each: Engine, policies: NewPoli
     one, two, three = policies(1), policies(2), policies(3)
     each.load(one)
     each.load(two)
-    each.generate(one, [Prompt(PROMPT, 1, 1)], Sampling())
+    generate(each, one, [Prompt(PROMPT, 1, 1)], Sampling())
     each.load(three)
     assert each.score(one, sequences(1)) != each.score(three, sequences(1))
 
@@ -194,7 +194,7 @@ def test_what_was_unloaded_is_not_served(each: Engine, policies: NewPolicy) -> N
     each.unload(policy)
     each.unload(policy)
     with pytest.raises(EngineError, match=r"version 1 .* is not loaded"):
-        each.generate(policy, [Prompt(PROMPT, 1, 1)], Sampling())
+        generate(each, policy, [Prompt(PROMPT, 1, 1)], Sampling())
     with pytest.raises(EngineError, match=r"version 1 .* is not loaded"):
         each.score(policy, sequences(1))
     each.unload(BASE)
@@ -222,7 +222,7 @@ def test_a_sequence_that_does_not_fit_is_refused(each: Engine, length: int) -> N
     with pytest.raises(EngineError, match=f"sequence 0 has {length} tokens"):
         each.score(BASE, [[5] * length])
     with pytest.raises(EngineError, match=f"sequence 0 has {length} tokens"):
-        each.generate(BASE, [Prompt((5,) * length, 1, 1)], Sampling())
+        generate(each, BASE, [Prompt((5,) * length, 1, 1)], Sampling())
     assert len(each.score(BASE, [[5] * 127])[0]) == 127
 
 
@@ -233,7 +233,7 @@ def test_a_sequence_that_does_not_fit_is_refused(each: Engine, length: int) -> N
 )
 def test_sampling_out_of_range_is_refused(each: Engine, sampling: Sampling) -> None:
     with pytest.raises(EngineError, match="refused"):
-        each.generate(BASE, [Prompt((5, 6), 1, 1)], sampling)
+        generate(each, BASE, [Prompt((5, 6), 1, 1)], sampling)
 
 
 @pytest.mark.parametrize("token", [100_000, -1])
@@ -241,7 +241,7 @@ def test_a_token_outside_the_vocabulary_is_refused(each: Engine, token: int) -> 
     with pytest.raises(EngineError, match="refused"):
         each.score(BASE, [[5, 6, 7], [5, 6, token]])
     with pytest.raises(EngineError, match="refused"):
-        each.generate(BASE, [Prompt((5, 6, token), 1, 1)], Sampling())
+        generate(each, BASE, [Prompt((5, 6, token), 1, 1)], Sampling())
     assert len(each.score(BASE, [[5, 6]])[0]) == 2
 
 
@@ -262,13 +262,13 @@ def test_an_engine_that_gave_its_memory_away_does_nothing_until_it_has_it_back(
 ) -> None:
     one, two = policies(1), policies(2)
     digest = each.load(one).digest
-    before = each.generate(one, [Prompt(PROMPT, 1, 2)], Sampling())
+    before = generate(each, one, [Prompt(PROMPT, 1, 2)], Sampling())
     each.resume()  # it has it
     each.release()
     each.release()
     uses: list[Callable[[], object]] = [
         lambda: each.load(two),
-        lambda: each.generate(one, [Prompt(PROMPT, 1, 2)], Sampling()),
+        lambda: generate(each, one, [Prompt(PROMPT, 1, 2)], Sampling()),
         lambda: each.score(BASE, sequences(1)),
     ]
     for use in uses:
@@ -276,7 +276,7 @@ def test_an_engine_that_gave_its_memory_away_does_nothing_until_it_has_it_back(
             use()
     each.resume()
     each.resume()
-    assert each.generate(one, [Prompt(PROMPT, 1, 2)], Sampling()) == before
+    assert generate(each, one, [Prompt(PROMPT, 1, 2)], Sampling()) == before
     assert each.load(one).digest == digest
     each.load(two)
     assert each.score(two, sequences(1)) != each.score(one, sequences(1))

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.worker_agent.engines import corruption
 from tests.worker_agent.tiny import BASE
-from worker_agent.engines.engine import EngineError, Policy, Prompt, Sampling
+from worker_agent.engines.engine import EngineError, Policy, Prompt, Sampling, generate
 from worker_agent.engines.transformers_engine import TransformersEngine
 
 pytestmark = pytest.mark.xdist_group("vllm-server")
@@ -42,7 +42,7 @@ def test_a_whole_model_is_served_beside_the_base(reference: TransformersEngine, 
     assert base.digest.registered != whole.digest.registered
     assert reference.load(full).digest == whole.digest
     assert reference.score(full, ROWS) != reference.score(BASE, ROWS)
-    assert reference.generate(full, [Prompt((5, 6), 1, 1)], Sampling())
+    assert generate(reference, full, [Prompt((5, 6), 1, 1)], Sampling())
     reference.unload(full)
     with pytest.raises(EngineError, match="is not loaded"):
         reference.score(full, ROWS)

@@ -12,7 +12,7 @@ from vllm import SamplingParams
 from tests.worker_agent.engines import corruption
 from tests.worker_agent.engines.test_conformance import PROMPT, largest_difference, sequences
 from tests.worker_agent.tiny import BASE
-from worker_agent.engines.engine import EngineError, Policy, Prompt, Sampling
+from worker_agent.engines.engine import EngineError, Policy, Prompt, Sampling, generate
 from worker_agent.engines.lora_digest import AdapterError, digest_of_folder, lora_layout
 from worker_agent.engines.vllm_engine import VllmEngine
 from worker_agent.learner.learner import Learner
@@ -59,14 +59,14 @@ def test_two_adapters_stay_and_the_one_in_use_is_not_the_one_to_go(engine: VllmE
     one, two, three = (new_adapter(version)[0] for version in (1, 2, 3))
     engine.load(one)
     engine.load(two)
-    engine.generate(one, [Prompt(PROMPT, 1, 1)], Sampling())
+    generate(engine, one, [Prompt(PROMPT, 1, 1)], Sampling())
     engine.load(three)
     with pytest.raises(EngineError, match=r"version 2 .* is not loaded"):
         engine.score(two, sequences(1))
     assert engine.score(one, sequences(1)) != engine.score(three, sequences(1))
     engine.unload(one)
     with pytest.raises(EngineError, match=r"version 1 .* is not loaded"):
-        engine.generate(one, [Prompt(PROMPT, 1, 1)], Sampling())
+        generate(engine, one, [Prompt(PROMPT, 1, 1)], Sampling())
     engine.unload(one)
     assert len(engine._llm.llm_engine.list_loras()) == 1
 
@@ -153,7 +153,7 @@ def test_a_released_engine_does_nothing_until_it_is_resumed(engine: VllmEngine, 
     engine.release()
     try:
         for use in (
-            lambda: engine.generate(policy, [Prompt(PROMPT, 1, 1)], Sampling()),
+            lambda: generate(engine, policy, [Prompt(PROMPT, 1, 1)], Sampling()),
             lambda: engine.score(policy, sequences(1)),
             lambda: engine.load(policy),
             lambda: engine.unload(policy),

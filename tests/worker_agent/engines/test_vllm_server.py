@@ -19,7 +19,7 @@ from tests.worker_agent.engines import corruption
 from tests.worker_agent.engines.limited_server import in_front_of
 from tests.worker_agent.engines.test_conformance import PROMPT, sequences
 from tests.worker_agent.tiny import BASE
-from worker_agent.engines.engine import EngineError, Policy, Prompt, Sampling
+from worker_agent.engines.engine import EngineError, Policy, Prompt, Sampling, generate
 from worker_agent.engines.vllm_server import Abilities, VllmServerEngine
 
 pytestmark = pytest.mark.xdist_group("vllm-server")
@@ -185,7 +185,7 @@ def test_what_an_earlier_life_left_behind_is_cleared(
     assert len(engine.score(BASE, sequences(1))[0]) == 60
     post(server_engine.url, "/sleep?level=1")
     again = connect(server_engine.url)
-    assert again.generate(BASE, [Prompt(PROMPT, 1, 1)], Sampling())
+    assert generate(again, BASE, [Prompt(PROMPT, 1, 1)], Sampling())
     for open_engine in (engine, again):
         open_engine.close()
 
