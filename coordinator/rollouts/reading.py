@@ -27,7 +27,8 @@ from coordinator.wire.rollouts import (
 LIST_ROLLOUTS = """
     SELECT r.rollout_id, e.task_id, e.task_source, r.group_id, r.sample_index, r.attempt, r.state, r.revision, r.reason,
            r.update_id, r.worker_id, r.incarnation, e.span_versions, e.span_hashes, e.span_starts, e.span_ends,
-           e.tokens, e.action_tokens, c.contract_hash, COALESCE(e.row_starts, '{{0}}') AS row_starts,
+           e.span_source, e.generation, e.tokens, e.action_tokens, c.contract_hash,
+           COALESCE(e.row_starts, '{{0}}') AS row_starts,
            e.side_data_digest, r.reward, r.reward_status, s.ruleset_id,
            encode(r.content_hash, 'hex') AS content_hash, e.flags, r.arrived_at
     FROM rollouts r

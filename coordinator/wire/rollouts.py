@@ -348,6 +348,8 @@ class RolloutView(WireModel):
     worker_id: str
     incarnation: str
     spans: tuple[Span, ...]
+    span_source: Literal["engine", "segmented", "dispatch"]
+    generation: Generation
     tokens: int
     action_tokens: int
     contract_hash: Sha256 | None = Field(description="none where the generation failed")

@@ -151,6 +151,18 @@ async def test_without_a_group_size_every_rollout_is_its_own_group(ledger: Ledge
     assert await run.reserve("a") == ["reserved"]
 
 
+async def test_what_was_recorded_beside_the_contract_can_be_read(ledger: Ledger) -> None:
+    generation = {"seed": 7, "max_tokens": 64, "stop": ["\n"], "finish_reason": "stop", "engine": "vllm",
+                  "engine_version": "0.28.0"}  # fmt: skip
+    await ledger.submit(ledger.rollout("r", generation=generation, span_source="segmented"), ledger.rollout("s", "h"))
+    for rollout_id, source, recorded in (("r", "segmented", generation), ("s", "dispatch", {})):
+        view = await ledger.get(f"/rollouts/{rollout_id}")
+        assert (view["span_source"], {k: v for k, v in view["generation"].items() if v is not None}) == (
+            source,
+            recorded,
+        )
+
+
 async def test_a_tail_of_exact_zeros_is_flagged(ledger: Ledger) -> None:
     await ledger.submit(ledger.rollout("r", behavior_log_probs=[None] * 3 + [-0.5, -0.5, 0.0]))
     assert (await ledger.get("/rollouts/r"))["flags"] == ["zero_tail"]

@@ -54,14 +54,16 @@ def task(name: str) -> Task:
 class Working:
     """An agent at work on a thread, with tasks that come one by one. The token is the worker's own."""
 
-    def __init__(self, coordinator: Coordinator, server: ServerProcess, engine: Any, model: Path, data: Path) -> None:
+    def __init__(
+        self, coordinator: Coordinator, server: ServerProcess, engine: Any, model: Path, data: Path, **settings: Any
+    ) -> None:
         token = coordinator.create_token(f"w1-{time.monotonic_ns()}", "worker", run_id="run", worker_id="w1")
         self._own = Coordinator(server.url, token.token, retry_seconds=0.5)
         self._tasks: queue.Queue[Task | None] = queue.Queue()
         self._error: list[Exception] = []
-        settings = WorkerSettings(worker_id="w1", data=data, max_tokens=4)
-        self.folder = settings.folder("run")
-        self.agent = Agent(self._own.run("run"), engine, identify(model), settings, iter(self._tasks.get, None))
+        of_worker = WorkerSettings(worker_id="w1", data=data, **{"max_tokens": 4} | settings)
+        self.folder = of_worker.folder("run")
+        self.agent = Agent(self._own.run("run"), engine, identify(model), of_worker, iter(self._tasks.get, None))
         self._thread = threading.Thread(target=self._work)
 
     def __enter__(self) -> "Working":

@@ -220,7 +220,7 @@ class VllmEngine:
                             logprobs=0,
                             output_kind=RequestOutputKind.DELTA,
                         )
-                        prompt: Any = {"prompt_token_ids": list(request.token_ids)}
+                        prompt: Any = {"type": "token", "prompt_token_ids": list(request.token_ids)}
                         self._llm.llm_engine.add_request(request.request_id, prompt, parameters, lora_request=adapter)
                         begun.append(request.request_id)
                         self._in_flight[request.request_id] = _Streamed()
