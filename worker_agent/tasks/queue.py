@@ -1,73 +1,13 @@
-"""Tasks: what to generate for, one group of rollouts each."""
+"""Tasks that wait for their turn."""
 
 from __future__ import annotations
 
-import json
 import queue
-import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import TextIO
+from collections.abc import Iterable
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from coordinator.wire.base import Identifier
-
-
-class TaskError(Exception):
-    """A tasks file that cannot be used; the message names the line."""
-
-
-class Message(BaseModel):
-    """One turn of a chat."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    role: str
-    content: str
-
-
-class Task(BaseModel):
-    """A prompt, answered by one group. `group_id` is the task's id and `task_source` the file's, unless
-    given.
-
-    Rollout ids are made from `group_id`, which leaves it 180 of an id's 200 characters.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    task_id: Identifier
-    group_id: Identifier = Field(max_length=180)
-    messages: tuple[Message, ...] = Field(min_length=1)
-    task_source: Identifier
-
-
-def read_tasks(path: Path) -> Iterator[Task]:
-    """Tasks of a file with one JSON object a line, or of stdin for `-`. Blank lines are skipped.
-
-    Raises `TaskError` at the line that is no task, after those before it.
-    """
-    if str(path) == "-":
-        yield from _read(sys.stdin, "stdin")
-        return
-    with path.open(encoding="utf-8") as lines:
-        yield from _read(lines, path.name)
-
-
-def _read(lines: TextIO, source: str) -> Iterator[Task]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            fields = json.loads(line)
-            if not isinstance(fields, dict):
-                raise TaskError(f"{source}, line {number}: a task is a JSON object")
-            fields = {"group_id": fields.get("task_id"), "task_source": source} | fields
-            yield Task.model_validate(fields)
-        except (json.JSONDecodeError, ValidationError) as error:
-            raise TaskError(f"{source}, line {number}: {error}") from error
+from worker_agent.tasks.task import Task
 
 
 class TaskQueue:
