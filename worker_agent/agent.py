@@ -8,12 +8,13 @@ Three things run beside the loop, none of them on the engine's thread: heartbeat
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -32,6 +33,7 @@ from worker_agent.models import ModelIdentity
 from worker_agent.serving import Serving
 from worker_agent.settings import WorkerSettings
 from worker_agent.spool import Sender, Spool
+from worker_agent.status.vitals import Vitals
 from worker_agent.tasks import Task, TaskQueue
 
 _IDLE_SECONDS = 0.5
@@ -55,7 +57,13 @@ class Agent:
     """
 
     def __init__(
-        self, run: Run, engine: Engine, model: ModelIdentity, settings: WorkerSettings, tasks: Iterable[Task]
+        self,
+        run: Run,
+        engine: Engine,
+        model: ModelIdentity,
+        settings: WorkerSettings,
+        tasks: Iterable[Task],
+        vitals: Vitals | None = None,
     ) -> None:
         self.incarnation = f"{settings.worker_id}-{uuid.uuid4().hex}"
         self._run = run
@@ -64,7 +72,8 @@ class Agent:
         self._settings = settings
         self._tasks = tasks
         self._worker = run.worker(settings.worker_id, self.incarnation)
-        self._listener = Listener(run, self._worker)
+        self._vitals = vitals or Vitals()
+        self._listener = Listener(run, self._worker, self._vitals)
         self._engine_in_use = threading.RLock()
         self._stopping = threading.Event()
         self._engine_faults = 0
@@ -76,6 +85,7 @@ class Agent:
     def stop(self) -> None:
         """Finish what is being generated, hand it in and leave. May be called by a signal handler."""
         self._stopping.set()
+        self._vitals.leaving = True
 
     def asleep(self, seconds: float) -> None:
         """The engine is to give its GPU away for so long: nothing is loaded or generated, and no ticket is taken.
@@ -121,7 +131,7 @@ class Agent:
         if begun is None:
             return
         view, origin, heartbeat_seconds = begun
-        spool = Spool(folder)
+        spool = Spool(folder, self._vitals)
         sender = Sender(spool, self._run)
         finished = _Finished(folder / "finished.log")
         tasks = TaskQueue(
@@ -131,7 +141,7 @@ class Agent:
         listener = self._listener
         groups = self._groups = Groups(self._engine, origin, self._settings.across_versions)
         cache = ArtifactCache(folder / "artifacts")
-        serving = Serving(self._run, self._worker, self._engine, cache, groups.quiet, listener.wake)
+        serving = Serving(self._run, self._worker, self._engine, cache, groups.quiet, listener.wake, self._vitals)
         listener.start(heartbeat_seconds, view.settings.longest_wait_seconds)
         sender.start()
         try:
@@ -139,8 +149,9 @@ class Agent:
                 watch = listener.newest()
                 policy = None
                 if watch is not None:
-                    with self._engine_in_use:
+                    with self._using_engine():
                         policy = self._ready(serving, groups, watch)
+                self._vitals.turned(policy and policy.version)
                 if self._stopping.is_set():
                     if policy is None or not groups:  # what cannot go on now the next life makes anew
                         break
@@ -149,7 +160,8 @@ class Agent:
                         event("tasks_ended")
                         break
                     self._start_groups(policy, watch, serving, groups, tasks, finished)
-                with self._engine_in_use:
+                self._vitals.groups_in_flight = len(groups)
+                with self._using_engine():
                     ended = groups.ended(_TURN_SECONDS)
                 self._hand_in(ended, spool, sender, finished)
                 if not groups.in_flight:
@@ -158,6 +170,11 @@ class Agent:
         finally:
             listener.stop()
             sender.finish(0.0)
+
+    @contextlib.contextmanager
+    def _using_engine(self) -> Iterator[None]:
+        with self._engine_in_use, self._vitals.in_engine():
+            yield
 
     def _ready(self, serving: Serving, groups: Groups, watch: Watch) -> Policy | None:
         """Follow `watch`; the policy that everything is generated under now, None while nothing may be."""
@@ -198,7 +215,7 @@ class Agent:
             event("coordinator_unreachable", level=logging.WARNING, error=str(error))
             self._tickets_after = time.monotonic() + _TICKET_PAUSE_SECONDS
             return
-        with self._engine_in_use:
+        with self._using_engine():
             if self._awake():
                 for task in granted:
                     groups.start(policy, task)
@@ -216,6 +233,8 @@ class Agent:
             spool.add(rollouts)
             sender.wake()
             self._engine_faults = 0
+            self._vitals.engine_up = True
+            self._vitals.generated(rollouts)
         # After the spool has it: a crash in between generates the group twice, never not at all.
         finished.add([group.task for group in ended])
         for group in ended:
@@ -241,8 +260,10 @@ class Agent:
                 worker = self._worker.register(self._engine.name, self._engine.version)
             except Unreachable as error:
                 event("coordinator_unreachable", level=logging.WARNING, error=str(error))
+                self._vitals.turned(None)
                 self._stopping.wait(_IDLE_SECONDS)
             else:
+                self._vitals.register(view.settings.lost_after_seconds)
                 event("registered", run_id=view.run_id, incarnation=self.incarnation)
                 self._group_size = view.settings.group_size or 1
                 origin = Origin(
@@ -280,7 +301,9 @@ class Agent:
         for worker in self._run.workers():
             if worker.worker_id == self._settings.worker_id and worker.fenced:
                 event("fenced", level=logging.WARNING, reason=worker.fenced_reason)
+                self._vitals.fenced = True
                 return True
+        self._vitals.fenced = False
         return False
 
     def _task_failed(self, task: Task, error: EngineError) -> None:
@@ -304,6 +327,7 @@ class Agent:
         except CoordinatorError as fault:  # the group's deadline settles it then
             event("failure_not_reported", level=logging.WARNING, group_id=task.group_id, error=str(fault))
         self._engine_faults += 1
+        self._vitals.engine_up = False
         if self._engine_faults >= _ENGINE_FAULTS_IN_A_ROW:
             raise AgentError(
                 f"the engine failed {self._engine_faults} tasks in a row, last {task.task_id}: {error}; "

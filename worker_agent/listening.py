@@ -10,6 +10,7 @@ from collections.abc import Callable
 from coordinator.client import CoordinatorError, Refused, Run, Worker
 from coordinator.wire.policies import Watch
 from worker_agent.logs import event
+from worker_agent.status.vitals import Vitals
 
 _POLL_SECONDS = 10.0
 _PAUSE_SECONDS = 1.0
@@ -21,16 +22,16 @@ _FINAL = frozenset({401, 403, 404, 409})
 class Listener:
     """Keeps the newest word of the coordinator on which version is active and which is to follow."""
 
-    def __init__(self, run: Run, worker: Worker) -> None:
+    def __init__(self, run: Run, worker: Worker, vitals: Vitals) -> None:
         self._run = run
         self._worker = worker
+        self._vitals = vitals
         self._poll_seconds = _POLL_SECONDS
         self._newest: Watch | None = None
         self._final: Refused | None = None
         self._changed = threading.Condition()
         self._stopping = threading.Event()
         self._beat_due = threading.Event()
-        self._asleep_until = 0.0  # on the monotonic clock
 
     def start(self, heartbeat_seconds: float, longest_wait_seconds: float) -> None:
         """Begin to send heartbeats and to watch."""
@@ -56,19 +57,18 @@ class Listener:
             raise ValueError(
                 f"an engine sleeps for more than 0 and at most {_LONGEST_SLEEP_SECONDS:g} s, not {seconds}"
             )
-        self._asleep_until = time.monotonic() + seconds
+        self._vitals.asleep_until = time.monotonic() + seconds
         self._beat_due.set()
 
     def awake(self) -> None:
         """The engine is back, before its time or at it; the next heartbeat says so, at once."""
-        self._asleep_until = 0.0
+        self._vitals.asleep_until = 0.0
         self._beat_due.set()
         self.wake()
 
     def asleep_seconds(self) -> float | None:
         """How long the engine still sleeps, None when it is awake."""
-        left = self._asleep_until - time.monotonic()
-        return left if left > 0 else None
+        return self._vitals.asleep_seconds() or None
 
     def newest(self) -> Watch | None:
         """The newest word, None before the first. Raises `Refused` once this process may not go on."""
@@ -89,7 +89,9 @@ class Listener:
             self._changed.notify_all()
 
     def _beat(self) -> Watch:
-        return self._worker.heartbeat(asleep_seconds=self.asleep_seconds(), retry_seconds=0.0)
+        watch = self._worker.heartbeat(asleep_seconds=self.asleep_seconds(), retry_seconds=0.0)
+        self._vitals.heard()
+        return watch
 
     def _poll(self) -> Watch:
         after = -1 if self._newest is None else self._newest.event_no

@@ -16,6 +16,7 @@ from coordinator.wire.policies import PolicyRef, PolicyView, Watch
 from worker_agent.artifacts import ArtifactCache
 from worker_agent.engines.engine import Engine, EngineError, Policy
 from worker_agent.logs import event
+from worker_agent.status.vitals import Vitals
 
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 60.0
@@ -43,6 +44,7 @@ class Serving:
         cache: ArtifactCache,
         quiet: Callable[[], None],
         wake: Callable[[], None],
+        vitals: Vitals,
     ) -> None:
         self._run = run
         self._worker = worker
@@ -50,10 +52,12 @@ class Serving:
         self._cache = cache
         self._quiet = quiet
         self._wake = wake
+        self._vitals = vitals
         self._held: dict[Key, Policy] = {}  # what the engine holds, or may hold of a load that failed
         self._confirmed: set[Key] = set()
         self._attempts: dict[Key, tuple[int, float]] = {}  # failed attempts, and when the next may begin
         self._fetching: dict[Key, Future[Policy]] = {}
+        self._began: dict[Key, float] = {}  # attempts under way, on the monotonic clock
 
     def follow(self, watch: Watch) -> None:
         """Drop what is neither active nor the candidate; load and confirm what is and was not yet."""
@@ -85,6 +89,7 @@ class Serving:
 
     def _take_up(self, ref: PolicyRef) -> None:
         if _key(ref) not in self._fetching and ref.artifact_hash not in (of for _, of in self._fetching):
+            self._began[_key(ref)] = time.monotonic()
             self._fetching[_key(ref)] = _in_background(lambda: self._fetch(ref), self._wake)
         fetching = self._fetching.get(_key(ref))
         if fetching is None or not fetching.done():
@@ -121,6 +126,7 @@ class Serving:
             return
         if verdict.matching:
             self._confirmed.add(_key(ref))
+            self._vitals.load_ended("confirmed", time.monotonic() - self._began.pop(_key(ref)))
             self._attempts.pop(_key(ref), None)
             event("policy_confirmed", version=ref.version, artifact_hash=ref.artifact_hash)
         else:
@@ -184,6 +190,7 @@ class Serving:
         self._worker.fail(ref.version, stage, str(error))
 
     def _later(self, ref: PolicyRef, name: str, error: Exception) -> None:
+        self._vitals.load_ended(name, time.monotonic() - self._began.pop(_key(ref)))
         count = self._attempts.get(_key(ref), (0, 0.0))[0] + 1
         pause = min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2 ** min(count - 1, 10))
         self._attempts[_key(ref)] = (count, time.monotonic() + pause)

@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from coordinator.client import CoordinatorError, Refused, Run
 from coordinator.wire.columns import encode_rollouts, rollout_columns
 from coordinator.wire.rollouts import Rollout
 from worker_agent.logs import event
+from worker_agent.status.vitals import Vitals
 
 # Statuses that blame the content: the same bytes would be refused again and again.
 _UNFIT = frozenset({413, 415, 422})
@@ -27,9 +29,10 @@ class Spool:
     """Batches in the order they were made, each an Arrow IPC stream as it will be sent. One sender at a
     time."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, vitals: Vitals) -> None:
         self._pending = folder / "spool"
         self._rejected = folder / "rejected"
+        self._vitals = vitals
         for needed in (self._pending, self._rejected):
             needed.mkdir(parents=True, exist_ok=True)
         for left in self._pending.glob("*.part"):  # never acknowledged to anyone
@@ -41,6 +44,7 @@ class Spool:
         self._number += 1
         path = self._pending / f"{self._number:016d}.arrow"
         _write(path, encode_rollouts(rollout_columns(rollouts)))
+        self._vitals.spooled(len(rollouts))
         return path
 
     def pending(self) -> list[Path]:
@@ -75,12 +79,14 @@ class Spool:
             if refused.status not in _UNFIT:
                 raise
             if table.num_rows == 1:
+                self._vitals.delivered({"refused": 1})
                 self._reject(name, table, {"verdict": "refused", "code": refused.code, "detail": str(refused)})
                 return
             half = table.num_rows // 2
             self._send(run, f"{name}-a", table.slice(0, half))
             self._send(run, f"{name}-b", table.slice(half))
             return
+        self._vitals.delivered(Counter(verdict.verdict for verdict in answer.verdicts))
         states: dict[str, int] = {}
         for row, verdict in enumerate(answer.verdicts):
             outcome = verdict.verdict if verdict.state is None else f"{verdict.verdict}:{verdict.state}"
@@ -98,6 +104,7 @@ class Spool:
 
     def _reject(self, name: str, row: pa.Table, verdict: dict[str, object]) -> None:
         rollout_id = row.column("rollout_id")[0].as_py()
+        self._vitals.rejected()
         event("rollout_rejected", level=logging.ERROR, rollout_id=rollout_id, **_plain(verdict))
         _write(self._rejected / f"{name}.arrow", _stream(row))
         _write(

@@ -17,6 +17,7 @@ from worker_agent.engines.engine import Completion, EngineError, LoadReport, Pol
 from worker_agent.engines.vllm_engine import VllmEngine
 from worker_agent.models import identify
 from worker_agent.settings import WorkerSettings
+from worker_agent.status.vitals import Vitals
 from worker_agent.tasks import Message, Task
 
 
@@ -63,7 +64,9 @@ class Working:
         self._error: list[Exception] = []
         of_worker = WorkerSettings(worker_id="w1", data=data, **{"max_tokens": 4} | settings)
         self.folder = of_worker.folder("run")
-        self.agent = Agent(self._own.run("run"), engine, identify(model), of_worker, iter(self._tasks.get, None))
+        self.vitals = Vitals()
+        tasks = iter(self._tasks.get, None)
+        self.agent = Agent(self._own.run("run"), engine, identify(model), of_worker, tasks, self.vitals)
         self._thread = threading.Thread(target=self._work)
 
     def __enter__(self) -> "Working":
