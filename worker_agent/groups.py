@@ -125,7 +125,7 @@ class Groups:
 
     def quiet(self) -> None:
         """Leave nothing in flight in the engine."""
-        if self._across_versions is AcrossVersions.continue_:
+        if self._across_versions == "continue":
             self._take(self._engine.interrupt())
         while self._in_flight:
             self._take(self._engine.finished(1.0))

@@ -5,15 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Literal
 
-
-class AcrossVersions(StrEnum):
-    """What becomes of rollouts in the making when the engine has to load another version, or is to give its memory
-    away: `continue` cuts them there, and they go on under the version that is active then, as another span; `finish`
-    waits for them first."""
-
-    continue_ = "continue"
-    finish = "finish"
+AcrossVersions = Literal["continue", "finish"]
+"""What becomes of rollouts in the making when the engine has to load another version, or is to give its memory away:
+`continue` cuts them there, and they go on under the version that is active then, as another span; `finish` waits for
+them first."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +20,7 @@ class WorkerSettings:
     `data` is the folder of its spool, its artifacts and its list of finished groups; several workers may
     share it, since each has a folder of its own below. `max_tokens` bounds one completion in tokens, a text
     in `stop` ends it. Up to `groups_at_once` groups are in flight. Everything else about sampling is the
-    run's contract.
+    run's contract. `across_versions`: see `AcrossVersions`.
     """
 
     worker_id: str
@@ -31,7 +28,7 @@ class WorkerSettings:
     max_tokens: int = 16
     stop: tuple[str, ...] = ()
     groups_at_once: int = 4
-    across_versions: AcrossVersions = AcrossVersions.continue_
+    across_versions: AcrossVersions = "continue"
 
     def folder(self, run_id: str) -> Path:
         """The folder of this worker in this run."""

@@ -78,7 +78,7 @@ def scored(engine: VllmEngine, policy: Policy, tokens: Sequence[int]) -> np.ndar
 def test_spans_name_each_version_at_the_right_token_and_lag_follows_the_older(
     swap: Callable[[AcrossVersions], tuple[Run, Policy]], engine: VllmEngine
 ) -> None:
-    run, one = swap(AcrossVersions.continue_)
+    run, one = swap("continue")
     swapped = 0
     for index in range(SIZE):
         rollout = run.rollout(f"g:{index}.0")
@@ -118,7 +118,7 @@ def test_spans_name_each_version_at_the_right_token_and_lag_follows_the_older(
 def test_who_would_rather_finish_first_has_one_version_and_the_activation_waits(
     swap: Callable[[AcrossVersions], tuple[Run, Policy]],
 ) -> None:
-    run, _ = swap(AcrossVersions.finish)
+    run, _ = swap("finish")
     rollouts = [run.rollout(f"g:{index}.0") for index in range(SIZE)]
     assert [[span.version for span in rollout.spans] for rollout in rollouts] == [[0]] * SIZE
     assert {rollout.span_source for rollout in rollouts} == {"dispatch"}
