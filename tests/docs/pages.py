@@ -17,6 +17,9 @@ from coordinator.storage.database import connect
 from coordinator.wire.columns import ARROW_MEDIA_TYPE
 from coordinator.wire.events import EVENTS
 from coordinator.wire.problems import PROBLEMS
+from worker_agent import run_settings
+from worker_agent.status.metrics import Numbers
+from worker_agent.status.vitals import Vitals
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = {
@@ -26,6 +29,8 @@ PAGES = {
     "codes": DOCS / "api.md",
     "settings": DOCS / "operating.md",
     "events": DOCS / "concepts.md",
+    "worker settings": DOCS / "worker-agent.md",
+    "worker metrics": DOCS / "worker-agent.md",
 }
 """The page of each generated part, by the name of its marker."""
 
@@ -46,6 +51,12 @@ def generated(name: str) -> str:
             return "\n".join(["| event | subject | meaning | detail |", "|---|---|---|---|", *_events()])
         case "settings":
             return "\n".join(["| variable | left out | meaning |", "|---|---|---|", *_settings()])
+        case "worker settings":
+            return "\n".join(
+                ["| in the file | variable | left out | meaning |", "|---|---|---|---|", *_worker_settings()]
+            )
+        case "worker metrics":
+            return "\n".join(["| metric | kind | labels | meaning |", "|---|---|---|---|", *_worker_metrics()])
     raise ValueError(name)
 
 
@@ -95,6 +106,22 @@ def _settings() -> list[str]:
         f"| {'' if field.default is None else f'`{field.default}`'} | {field.description} |"
         for name, field in Settings.model_fields.items()
     ]
+
+
+def _worker_settings() -> Iterator[str]:
+    for name, field in run_settings.Settings.model_fields.items():
+        default = run_settings.shown_default(name)
+        left_out = "must be given" if field.is_required() else "" if default is None else f"`{default}`"
+        yield f"| `{name}` | `{run_settings.variable(name)}` | {left_out} | {field.description} |"
+
+
+def _worker_metrics() -> Iterator[str]:
+    for metric in Numbers(Vitals(), DOCS).collect():
+        name = f"{metric.name}_total" if metric.type == "counter" else metric.name
+        labels = {label: None for sample in metric.samples for label in sample.labels}
+        values = {value: None for sample in metric.samples for value in sample.labels.values()}
+        shown = f"`{', '.join(labels)}`: {', '.join(values)}" if labels else ""
+        yield f"| `{name}` | {metric.type} | {shown} | {metric.documentation} |"
 
 
 def fill(name: str, page: str) -> str:
