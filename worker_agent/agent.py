@@ -134,6 +134,7 @@ class Agent:
         spool = Spool(folder, self._vitals)
         sender = Sender(spool, self._run)
         finished = _Finished(folder / "finished.log")
+        finished.add(spool.groups())  # a crash may have come between the one and the other
         tasks = TaskQueue(
             (task for task in self._tasks if task.group_id not in finished),
             ahead=2 * self._settings.groups_at_once,
@@ -235,8 +236,7 @@ class Agent:
             self._engine_faults = 0
             self._vitals.engine_up = True
             self._vitals.generated(rollouts)
-        # After the spool has it: a crash in between generates the group twice, never not at all.
-        finished.add([group.task for group in ended])
+        finished.add(group.task.group_id for group in ended)
         for group in ended:
             if group.error is not None:
                 self._task_failed(group.task, group.error)
@@ -290,7 +290,7 @@ class Agent:
                 continue
             if next(self._run.rollouts(group_id=task.group_id), None) is not None:
                 event("group_known", group_id=task.group_id)
-                finished.add([task])
+                finished.add([task.group_id])
                 tasks.done([task])
             else:
                 event("group_taken", group_id=task.group_id, again_in_seconds=_TAKEN_PAUSE_SECONDS)
@@ -363,9 +363,11 @@ class _Finished:
     def __contains__(self, group_id: str) -> bool:
         return group_id in self._groups
 
-    def add(self, tasks: Iterable[Task]) -> None:
+    def add(self, group_ids: Iterable[str]) -> None:
         """Remember these groups; on disk when this returns."""
-        new = [task.group_id for task in tasks]
+        new = [group_id for group_id in group_ids if group_id not in self._groups]
+        if not new:
+            return
         self._groups.update(new)
         with self._path.open("a", encoding="utf-8") as file:
             file.writelines(f"{group_id}\n" for group_id in new)

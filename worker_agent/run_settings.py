@@ -77,7 +77,7 @@ class Settings(BaseModel):
         (),
         description="texts that end a completion; the option may be given several times, the variable is a JSON list",
     )
-    groups_at_once: int = Field(4, ge=1, le=1000, description="groups generated together")
+    groups_at_once: int = Field(4, ge=1, le=1000, description="groups in flight at once, at most")
     across_versions: AcrossVersions = Field(
         "continue",
         description="what happens to unfinished rollouts when another version must be loaded: continue cuts them and "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
@@ -37,7 +38,9 @@ class Spool:
             needed.mkdir(parents=True, exist_ok=True)
         for left in self._pending.glob("*.part"):  # never acknowledged to anyone
             left.unlink()
-        self._number = max((int(path.stem) for path in self.pending()), default=0)
+        # Beyond what was put aside too, which keeps its batch's number.
+        known = [*self.pending(), *self._rejected.glob("*.arrow")]
+        self._number = max((int(path.stem.partition("-")[0]) for path in known), default=0)
 
     def add(self, rollouts: Sequence[Rollout]) -> Path:
         """Write a batch; it is on disk when this returns."""
@@ -46,6 +49,14 @@ class Spool:
         _write(path, encode_rollouts(rollout_columns(rollouts)))
         self._vitals.spooled(len(rollouts))
         return path
+
+    def groups(self) -> set[str]:
+        """The groups of what waits. A batch that cannot be read has none: `send_first` puts it aside."""
+        groups: set[str] = set()
+        for path in self.pending():
+            with contextlib.suppress(pa.ArrowException):
+                groups.update(_read(path.read_bytes()).column("group_id").to_pylist())
+        return groups
 
     def pending(self) -> list[Path]:
         """Batches that are not acknowledged yet, oldest first."""

@@ -140,8 +140,8 @@ GRANT = text("""
     RETURNING group_id, expires_at
 """)
 
-OWN_TICKETS = text("""
-    SELECT group_id, worker_id, incarnation FROM tickets
+TICKETS_OF = text("""
+    SELECT group_id, worker_id FROM tickets
     WHERE run_no = :run_no AND group_id = ANY(CAST(:group_ids AS text[])) AND expires_at > clock_timestamp()
 """)
 

@@ -20,9 +20,10 @@ async def grant_tickets(connection: AsyncConnection, run_id: str, worker_id: str
     worker = await find_live(connection, run, worker_id, body.incarnation)
     asked = list(dict.fromkeys(body.group_ids))
     keys = {"run_no": run.run_no, "group_ids": asked}
-    tickets = (await connection.execute(queries.OWN_TICKETS, keys)).all()
+    tickets = (await connection.execute(queries.TICKETS_OF, keys)).all()
     arrived = set((await connection.scalars(queries.ARRIVED_GROUPS, keys)).all())
-    own = {t.group_id for t in tickets if (t.worker_id, t.incarnation) == (worker_id, body.incarnation)}
+    # What an earlier life of this worker held is its own: that one generates no more.
+    own = {t.group_id for t in tickets if t.worker_id == worker_id}
     taken = {t.group_id for t in tickets} - own
     capacity: int | None = None
     if worker.fenced or worker.state in ("draining", "asleep"):

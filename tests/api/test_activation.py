@@ -313,6 +313,22 @@ async def test_tickets_hold_workers_back(ledger: Ledger) -> None:
     assert await ask("v", "a") == []
 
 
+async def test_a_new_life_of_a_worker_goes_on_with_the_tickets_of_the_last(ledger: Ledger) -> None:
+    run = await Ledger.create(ledger.api, "brake", max_lag=1, groups_per_update=1)
+    await run.worker()
+    await run.worker("v")
+
+    async def ask(worker: str, incarnation: str, *groups: str) -> list[str]:
+        body = {"incarnation": incarnation, "group_ids": groups}
+        granted: list[str] = ok(await run.call("POST", f"/workers/{worker}/tickets", body))["granted"]
+        return granted
+
+    assert await ask("w", "w-1", "a", "b") == ["a", "b"]
+    await run.worker("w", "w-2")
+    assert await ask("v", "v-1", "a", "c") == []
+    assert await ask("w", "w-2", "a", "b", "c") == ["a", "b"]
+
+
 @pytest.mark.parametrize("fenced_by", ["failure", "fence", "mismatch"])
 async def test_an_ack_that_was_followed_by_a_fence_does_not_count(ledger: Ledger, fenced_by: str) -> None:
     await ledger.worker("w2")
