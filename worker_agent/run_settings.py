@@ -54,8 +54,8 @@ class Settings(BaseModel):
     token_file: Path | None = Field(None, description="a file that holds the token, instead of token")
     engine: EngineName = Field(
         EngineName.vllm,
-        description="the inference engine: vllm in this process, vllm-server over HTTP, or transformers, the slow "
-        "reference",
+        description="the inference engine: vllm in this process, vllm-server over HTTP, verl (its rollout server and "
+        "weight sync, in Ray), or transformers, the slow reference",
     )
     engine_url: str | None = Field(
         None,
@@ -116,7 +116,7 @@ class Settings(BaseModel):
             dtype=self.dtype,
             max_model_len=self.max_model_len,
             url=self.engine_url,
-            log=self.of_worker().folder(self.run) / "vllm-server.log",
+            log=self.of_worker().folder(self.run) / f"{self.engine.value}.log",
         )
 
     def read_token(self) -> str | None:

@@ -40,6 +40,7 @@ class EngineName(StrEnum):
 
     vllm = "vllm"
     vllm_server = "vllm-server"
+    verl = "verl"
     transformers = "transformers"
 
 
@@ -48,8 +49,8 @@ class EngineSettings:
     """The engine of one worker.
 
     `dtype` is a torch dtype's name, `max_model_len` the longest prompt with its completion in tokens. `url` is the
-    address of a vLLM server that runs already, `log` the file for the output of one that is started; both are for
-    `vllm-server` alone.
+    address of a vLLM server that runs already, for `vllm-server` alone. `log` is the file for the output of a server
+    that is started, by `vllm-server` or `verl`.
     """
 
     name: EngineName

@@ -18,19 +18,21 @@ if TYPE_CHECKING:
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
+VERL_ON_VLLM = "+vllm"  # between the two versions of an engine on verl
 
 
 # By engine, the library whose memory the digest is of. An engine that is not here gives none.
-_LIBRARIES = {"vllm": "vllm", "vllm-server": "vllm", "transformers": "transformers"}
+_LIBRARIES = {"vllm": "vllm", "vllm-server": "vllm", "verl": "vllm", "transformers": "transformers"}
 
 
 def lora_layout(engine: str, version: str, dtype: str) -> str | None:
     """Names what such a digest is over: engines of the same layout give equal ones for the same adapter.
 
-    `engine` and its `version` are as a worker registers them; None for an engine that gives no digest.
+    `engine` and its `version` are as a worker registers them; None for an engine that gives no digest. What verl
+    registers ends in the version of the vLLM below it.
     """
     library = _LIBRARIES.get(engine)
-    return library and f"{library}-{version}/lora/{dtype}/tp1"
+    return library and f"{library}-{version.rpartition(VERL_ON_VLLM)[2]}/lora/{dtype}/tp1"
 
 
 class AdapterError(Exception):

@@ -22,6 +22,10 @@ def start_engine(model: Path, settings: EngineSettings) -> Engine:
         from worker_agent.engines.vllm_server import VllmServerEngine
 
         return VllmServerEngine(model, url=settings.url, log=settings.log, dtype=dtype, max_model_len=length)
+    if settings.name is EngineName.verl:
+        from worker_agent.engines.verl_engine import VerlEngine
+
+        return VerlEngine(model, log=settings.log, dtype=dtype, max_model_len=length)
     from worker_agent.engines.vllm_engine import VllmEngine
 
     return VllmEngine(model, dtype=dtype, max_model_len=length)

@@ -401,6 +401,16 @@ class VllmEngine:
         ]
 
 
+def process_environment() -> dict[str, str]:
+    """Variables of another process that is to run vLLM as this module does; those that are already set win."""
+    import torch
+
+    chosen = _ENVIRONMENT if torch.cuda.is_available() else _ENVIRONMENT | _CPU_ENVIRONMENT
+    return {name: os.environ.get(name, value) for name, value in chosen.items()} | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1"
+    }
+
+
 def server_start(model: Path, dtype: str, max_model_len: int, max_num_seqs: int) -> tuple[list[str], dict[str, str]]:
     """Arguments and environment of a vLLM server that serves as this module's engine does.
 
@@ -421,19 +431,12 @@ def server_start(model: Path, dtype: str, max_model_len: int, max_num_seqs: int)
         "--max-lora-rank": str(MAX_LORA_RANK),
         "--worker-extension-cls": f"{LoraDigest.__module__}.{LoraDigest.__qualname__}",
     }
-    environment = dict(_ENVIRONMENT)
     sleep: list[str] = []
     if not torch.cuda.is_available():
         arguments["--block-size"] = "32"
-        environment |= _CPU_ENVIRONMENT
     else:
         sleep = ["--enable-sleep-mode"]
-    environment = {name: os.environ.get(name, value) for name, value in environment.items()}
-    environment |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        "VLLM_SERVER_DEV_MODE": "1",
-    }
+    environment = process_environment() | {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": "1"}
     flags = ["--enforce-eager", "--enable-prefix-caching", "--enable-lora", "--lora-target-modules", *TARGET_MODULES]
     return [*(word for pair in arguments.items() for word in pair), *sleep, *flags], environment
 

@@ -16,12 +16,10 @@ import numpy as np
 from coordinator.client import Run
 from coordinator.wire.policies import BaseModelIdentity, PolicyView
 from worker_agent.learner.publishing import publish_adapter
+from worker_agent.verl_platform import PlatformError, import_verl
 
 if TYPE_CHECKING:
     import torch
-
-
-_CPU_PLATFORM = "worker_agent.learner.verl_cpu"
 
 
 class LearnerError(Exception):
@@ -381,8 +379,6 @@ def _unscored(token_ids: Sequence[Sequence[int]], action_masks: Sequence[Sequenc
 
 def _prepare_verl() -> None:
     """Import verl on this machine's platform, with a process group of one."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the model is a folder
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for variable, value in (
         ("RANK", "0"),
         ("WORLD_SIZE", "1"),
@@ -392,23 +388,12 @@ def _prepare_verl() -> None:
         os.environ.setdefault(variable, value)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "0")  # verl's worker wants to know it; the group below uses no port
+    try:
+        on_cpu = import_verl()
+    except PlatformError as error:
+        raise LearnerError(str(error)) from error
     import torch
 
-    on_cpu = not torch.cuda.is_available()
-    if on_cpu:
-        named = [name for name in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if name]
-        if _CPU_PLATFORM not in named:
-            os.environ["VERL_USE_EXTERNAL_MODULES"] = ",".join([*named, _CPU_PLATFORM])
-        os.environ["VERL_PLATFORM"] = "cpu"
-    import verl  # noqa: F401  (imported for its plugins)
-    from verl.plugin.platform.platform_manager import get_platform
-
-    wanted = "cpu" if on_cpu else "cuda"
-    if get_platform().device_name != wanted:
-        raise LearnerError(
-            f"verl is on the platform {get_platform().device_name}, this machine needs {wanted}: "
-            f"import worker_agent.learner before anything else imports verl"
-        )
     if on_cpu:
         from worker_agent.learner.verl_cpu import register_cpu_engines
 

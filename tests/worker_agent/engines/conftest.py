@@ -1,13 +1,16 @@
 """Every engine on the tiny model, each of them once in a test process, and adapters to load into them."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.worker_agent.adapters import draw_adapter
+from tests.worker_agent.engines.processes import descendants, wait_until_gone
 from worker_agent.engines.engine import Engine, Policy
 from worker_agent.engines.transformers_engine import TransformersEngine
+from worker_agent.engines.verl_engine import VerlEngine
 from worker_agent.engines.vllm_server import VllmServerEngine
 
 # By engine, the fixture that has it. Tests of one engine run in one process, so that it is started once.
@@ -15,6 +18,7 @@ ENGINES = [
     pytest.param("reference", marks=pytest.mark.xdist_group("vllm-server"), id="transformers"),
     pytest.param("engine", marks=pytest.mark.xdist_group("models"), id="vllm"),
     pytest.param("server_engine", marks=pytest.mark.xdist_group("vllm-server"), id="vllm-server"),
+    pytest.param("verl_engine", marks=pytest.mark.xdist_group("verl"), id="verl"),
 ]
 
 
@@ -30,6 +34,21 @@ def server_engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
     engine = VllmServerEngine(tiny_model, log=tmp_path_factory.mktemp("vllm-server") / "server.log")
     yield engine
     engine.close()
+
+
+@pytest.fixture(scope="session")
+def verl_engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VerlEngine]:
+    before = descendants(os.getpid())
+    engine = VerlEngine(tiny_model, log=tmp_path_factory.mktemp("verl") / "verl.log")
+    its_own = descendants(os.getpid()).keys() - before.keys()
+    assert engine._ray._folder is not None
+    folder = Path(engine._ray._folder)
+    assert len(its_own) > 3 and folder.exists()
+    yield engine
+    engine.close()
+    engine.close()
+    wait_until_gone(its_own)
+    assert not folder.exists()
 
 
 @pytest.fixture(params=ENGINES)
