@@ -19,11 +19,13 @@ pytestmark = pytest.mark.xdist_group("models")
 
 @pytest.fixture
 def run(coordinator: Coordinator) -> Run:
-    """Two versions of vLLM and the reference at work, one that has left, and an engine that gives no digest."""
+    """Two versions of vLLM, verl on one of them and the reference at work, one that has left, and an engine that gives
+    no digest."""
     run = new_run(coordinator)
     for worker_id, engine, version in (
         ("a", "vllm", "0.28.0"),
         ("b", "vllm-server", "0.29.1"),
+        ("v", "verl", "0.9.1+vllm0.28.0"),
         ("r", "transformers", "5.10.4"),
         ("gone", "vllm", "0.27.0"),
         ("c", "hand", "1"),

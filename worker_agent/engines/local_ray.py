@@ -19,9 +19,9 @@ _CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 class LocalRay:
     """Ray on the loopback, without dashboard and usage statistics; it ends with this process.
 
-    After a SIGKILL two agents of Ray's, which hold nothing, take a minute of their own to end.
-    Its sockets and logs lie in a temporary folder that `stop` removes. A process that is in a cluster already stays in
-    it, and `stop` leaves it alone.
+    After a SIGKILL two agents of Ray's, which hold nothing, take a minute of their own to end. Its sockets and logs lie
+    in a temporary folder that `stop` removes. A process that is in a cluster already stays in it, and `stop` leaves it
+    alone.
     """
 
     def __init__(self) -> None:

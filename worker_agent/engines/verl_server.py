@@ -46,9 +46,11 @@ class RolloutServer(vLLMHttpServer):
         """vLLM leaves a call unanswered for ever if its core dies at that moment; here it raises `EngineDeadError`."""
         answer = asyncio.ensure_future(call)
         while not (await asyncio.wait([answer], timeout=_LOOK_SECONDS))[0]:
-            if self.engine.errored:
+            try:
+                await self.engine.check_health()
+            except BaseException:
                 answer.cancel()
-            await self.engine.check_health()
+                raise
         return answer.result()
 
     def _get_worker_extension_cls(self) -> str:
