@@ -66,6 +66,9 @@ class _CpuDevice(ModuleType):
     def current_device(self) -> torch.device:
         return torch.device("cpu")
 
+    def get_device_name(self, *_: Any) -> str:
+        return "CPU"  # as verl's table of FLOPs has it
+
     def set_device(self, *_: Any) -> None: ...
 
     def synchronize(self, *_: Any) -> None: ...
