@@ -25,6 +25,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGES = {
     "lifecycle": DOCS / "guarantees.md",
     "calls": DOCS / "api.md",
+    "curl": DOCS / "api.md",
     "arrow": DOCS / "api.md",
     "codes": DOCS / "api.md",
     "settings": DOCS / "operating.md",
@@ -42,6 +43,9 @@ def generated(name: str) -> str:
             return f"```mermaid\n{mermaid_diagram().strip()}\n```"
         case "calls":
             return "\n".join(_calls())
+        case "curl":
+            script = (DOCS.parent / "examples" / "curl.sh").read_text(encoding="utf-8")
+            return f"```bash\n{script.split('set -eu', 1)[1].strip()}\n```"
         case "arrow":
             return "\n".join(_arrow_bodies())
         case "codes":

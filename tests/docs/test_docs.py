@@ -68,12 +68,14 @@ def test_the_calls_with_curl(server: ServerProcess, tmp_path: Path) -> None:
         ["bash", "-eu", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
     assert played.returncode == 0, played.stderr
-    *answers, state, commit_no = played.stdout.splitlines()
-    assert (state, commit_no) == ("consumed", "1"), played.stdout
-    assert len(answers) == script.count("\ncall ") - 2
+    *answers, state, commit_no, activation = played.stdout.splitlines()
+    assert (state, commit_no, activation) == ("consumed", "1", "succeeded"), played.stdout
+    assert len(answers) == script.count("\ncall ") - 3
     assert not [answer for answer in answers if '"next_step"' in answer]
     with Coordinator(server.url, server.token) as coordinator:
-        lineage = coordinator.run("first-run").lineage("step-1")
+        run = coordinator.run("first-run")
+        assert run.view().active.version == 1
+        lineage = run.lineage("step-1")
     assert [(m.rollout_id, m.outcome) for m in lineage.members] == [("sum-1:0", "consumed")]
 
 
