@@ -1,10 +1,10 @@
-"""verl's v1 trainer on one CPU process and a tiny model, its groups and weights through a coordinator.
+"""The whole of verl's v1 trainer on a CPU and a tiny model, its groups and weights through a coordinator.
 
     COORDINATOR_URL=http://127.0.0.1:8000 COORDINATOR_TOKEN=... python -m examples.verl_loop.main FOLDER
 
-verl's own here: `TaskRunnerV1` and its configuration, the trainer's loop with its data loader, GRPO advantages and
-metrics, TransferQueue with its Ray actors, the single-turn agent loop, and `ActorRolloutRefWorker` with FSDP2, PPO loss
-and optimizer. In place of verl's: one process where Ray would have worker groups, and `in_process.Engine` for vLLM.
+Five steps of verl's own `TaskRunnerV1`, in this process, with all that it starts in Ray: TransferQueue, the actor with
+FSDP2, a vLLM server that takes its weights from the actor, agent loops and reward workers. The token is an admin's, who
+also makes the run.
 """
 
 import os
@@ -14,26 +14,28 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-os.environ |= {
-    "VERL_USE_EXTERNAL_MODULES": "worker_agent.learner.verl_cpu", "VERL_PLATFORM": "cpu", "HF_HUB_OFFLINE": "1",
-    "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RAY_USAGE_STATS_ENABLED": "0",
-    "TQ_NUM_THREADS": "1",
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {
+    "VERL_USE_EXTERNAL_MODULES": "examples.verl_loop.on_a_cpu,examples.verl_loop.coordinated",  # GPU: the second alone
+    "VERL_PLATFORM": "cpu", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0",
+    "OMP_NUM_THREADS": "1", "TQ_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "RAY_LOCAL_WORLD_SIZE": "1",
+    "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    "COORDINATOR_URL": os.environ["COORDINATOR_URL"], "COORDINATOR_TOKEN": os.environ["COORDINATOR_TOKEN"],
 }  # fmt: skip
+os.environ |= ENVIRONMENT  # before verl is imported
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-import ray
-import torch
-import verl  # noqa: F401  its plugins come first
-from hydra import compose, initialize_config_module
-from verl.trainer.main_ppo import TaskRunnerV1
+import pyarrow as pa  # noqa: E402
+import pyarrow.parquet as pq  # noqa: E402
+import ray  # noqa: E402
+import verl  # noqa: E402, F401  its external modules come first
+from hydra import compose, initialize_config_module  # noqa: E402
+from verl.trainer.main_ppo import TaskRunnerV1  # noqa: E402
 
-from coordinator.client import Coordinator
-from coordinator.wire.policies import BaseModelIdentity
-from coordinator.wire.runs import CreateRun, FirstPolicy, GenerationContract, RunSettings
-from examples.verl_loop.in_process import LORA
-from worker_agent.learner.verl_cpu import register_cpu_engines
-from worker_agent.models import ModelIdentity, identify, tiny_qwen2
+from coordinator.client import Coordinator  # noqa: E402
+from coordinator.wire.policies import BaseModelIdentity  # noqa: E402
+from coordinator.wire.runs import CreateRun, FirstPolicy, GenerationContract, RunSettings  # noqa: E402
+from worker_agent.models import ModelIdentity, identify, tiny_qwen2  # noqa: E402
 
 
 def create_run(model: ModelIdentity) -> str:
@@ -50,29 +52,40 @@ def create_run(model: ModelIdentity) -> str:
 
 
 def configuration(model: Path, prompts: Path, run_id: str) -> Any:
+    """verl's own, with what the coordinator needs first, then what is tiny, then what a CPU wants."""
     overrides = f"""
+        trainer.v1.trainer_mode=coordinated trainer.v1.colocate_async.num_warmup_batches=2
+        trainer.v1.sampler.custom_sampler.path=pkg://examples.verl_loop.coordinated
+        trainer.v1.sampler.custom_sampler.name=CoordinatedBuffer trainer.v1.sampler.max_off_policy_threshold=null
+        +actor_rollout_ref.rollout.agent.agent_loop_manager_class=examples.verl_loop.coordinated.CoordinatedManager
+        +trainer.v1.sampler.sampler_kwargs.run={run_id}
+        +trainer.v1.sampler.sampler_kwargs.incarnation=verl-{time.time_ns()}
+
         data.train_files={prompts} data.val_files={prompts} data.train_batch_size=2 data.dataloader_num_workers=0
-        data.max_prompt_length=64 data.max_response_length=8 data.shuffle=false
-        actor_rollout_ref.model.path={model} actor_rollout_ref.model.lora_rank={LORA["r"]}
-        actor_rollout_ref.model.lora_alpha={LORA["lora_alpha"]} actor_rollout_ref.model.target_modules=[q_proj,v_proj]
-        actor_rollout_ref.model.use_remove_padding=false actor_rollout_ref.model.enable_gradient_checkpointing=false
+        data.max_prompt_length=64 data.max_response_length=8 algorithm.adv_estimator=grpo critic.enable=false
+        reward.num_workers=1 reward.custom_reward_function.path={ROOT}/examples/verl_loop/reward.py
+        transfer_queue.backend.SimpleStorage.num_data_storage_units=1
+        actor_rollout_ref.model.path={model} actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.model.lora_alpha=16
+        actor_rollout_ref.model.target_modules=[q_proj,v_proj]
+        actor_rollout_ref.actor.optim.lr=1e-3 actor_rollout_ref.actor.ppo_mini_batch_size=2
+        actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4
+        actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=2 actor_rollout_ref.rollout.agent.num_workers=1
+        actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2 actor_rollout_ref.rollout.max_model_len=128
+        actor_rollout_ref.rollout.max_num_seqs=8 actor_rollout_ref.rollout.max_num_batched_tokens=512
+        actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=64
+        trainer.total_training_steps=5 trainer.total_epochs=10 trainer.logger=[console] trainer.val_before_train=false
+        trainer.test_freq=-1 trainer.save_freq=-1 trainer.resume_mode=disable trainer.n_gpus_per_node=1 trainer.nnodes=1
+
+        trainer.device=cpu actor_rollout_ref.model.use_remove_padding=false
+        actor_rollout_ref.model.enable_gradient_checkpointing=false
         +actor_rollout_ref.model.override_config.attn_implementation=eager
         actor_rollout_ref.actor.strategy=fsdp2 actor_rollout_ref.actor.fsdp_config.strategy=fsdp2
         actor_rollout_ref.actor.fsdp_config.dtype=float32 actor_rollout_ref.actor.fsdp_config.use_torch_compile=false
-        actor_rollout_ref.actor.use_torch_compile=false actor_rollout_ref.actor.optim.lr=1e-3
-        actor_rollout_ref.actor.ppo_mini_batch_size=2 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4
-        actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=2
-        actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2
-        +actor_rollout_ref.rollout.agent.agent_loop_manager_class=examples.verl_loop.in_process.Manager
-        algorithm.adv_estimator=grpo critic.enable=false transfer_queue.backend.SimpleStorage.num_data_storage_units=1
-        trainer.v1.trainer_mode=coordinated_here trainer.v1.colocate_async.num_warmup_batches=2
-        trainer.v1.sampler.custom_sampler.path=pkg://examples.verl_loop.coordinated
-        trainer.v1.sampler.custom_sampler.name=CoordinatedBuffer trainer.v1.sampler.max_off_policy_threshold=null
-        +trainer.v1.sampler.sampler_kwargs.run={run_id}
-        +trainer.v1.sampler.sampler_kwargs.incarnation=verl-{time.time_ns()}
-        trainer.total_training_steps=4 trainer.total_epochs=10 trainer.logger=[console] trainer.val_before_train=false
-        trainer.test_freq=-1 trainer.save_freq=-1 trainer.resume_mode=disable trainer.device=cpu
-        trainer.n_gpus_per_node=1 trainer.nnodes=1
+        actor_rollout_ref.actor.use_torch_compile=false actor_rollout_ref.rollout.dtype=float32
+        actor_rollout_ref.rollout.tensor_model_parallel_size=1 actor_rollout_ref.rollout.load_format=auto
+        actor_rollout_ref.rollout.enforce_eager=true actor_rollout_ref.rollout.enable_prefix_caching=false
+        +actor_rollout_ref.rollout.enable_sleep_mode=false actor_rollout_ref.rollout.skip_tokenizer_init=false
+        +actor_rollout_ref.rollout.engine_kwargs.vllm.lora_target_modules=[q_proj,v_proj]
     """
     with initialize_config_module("verl.trainer.config", version_base=None):
         return compose("ppo_trainer", overrides.split())
@@ -84,13 +97,12 @@ def main() -> None:
     rows = [{"prompt": [{"role": "user", "content": f"{i} + 3 ="}], "data_source": "sums", "extra_info": {"index": i},
              "reward_model": {"ground_truth": str(i + 3)}} for i in range(10)]  # fmt: skip
     pq.write_table(pa.Table.from_pylist(rows), folder / "prompts.parquet")
-    register_cpu_engines()
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    sys.path.append(str(ROOT))  # Ray puts these in front of an actor's one after the other: the last comes first
     with TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as scratch:
-        ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 * 2**20,
-                 _node_ip_address="127.0.0.1", _temp_dir=scratch)  # fmt: skip
+        ray.init(num_cpus=16, num_gpus=1, include_dashboard=False, object_store_memory=200 * 2**20, _temp_dir=scratch,
+                 _node_ip_address="127.0.0.1", runtime_env={"env_vars": ENVIRONMENT})  # fmt: skip
         try:
-            here = TaskRunnerV1.__ray_metadata__.modified_class()  # in this process, not in an actor
+            here = TaskRunnerV1.__ray_metadata__.modified_class()  # what `python -m verl.trainer.main_ppo` has in Ray
             here.run(configuration(model, folder / "prompts.parquet", create_run(identify(model))))
         finally:
             ray.shutdown()

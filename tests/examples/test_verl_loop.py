@@ -1,4 +1,4 @@
-"""verl's v1 trainer on the tiny model: what its log says of the coordinator is what the coordinator's audit has."""
+"""verl's v1 trainer, whole and tiny: what its log says of the coordinator is what the coordinator's audit has."""
 
 import re
 from pathlib import Path
@@ -9,45 +9,45 @@ from coordinator.client import Coordinator
 from tests.client.server_process import ServerProcess
 from tests.examples.example import play_module
 
-pytestmark = pytest.mark.xdist_group("models")
+pytestmark = pytest.mark.xdist_group("vllm-server")
 
-STEPS, GROUPS, SIZE = 4, 2, 2
+STEPS, GROUPS = 5, 2
 
 
 def test_verl_steps_on_what_the_coordinator_admits(server: ServerProcess, tmp_path: Path) -> None:
-    said = play_module(server, "examples.verl_loop.main", str(tmp_path), timeout=300)
-    log = re.findall(r"^coordinated: (.*)$", said, re.MULTILINE)
+    said = play_module(server, "examples.verl_loop.main", str(tmp_path), timeout=600)
+    refused = re.findall(r"coordinated: step (\d): (\S+) refused, (\w+), lag (\d)", said)
+    refilled = {int(step): int(count) for step, count in re.findall(r"step (\d): (\d) groups refilled", said)}
+    committed = re.findall(r"coordinated: step (\d): commit (\d), (\d) rollouts consumed", said)
     with Coordinator(server.url, server.token) as coordinator:
         [view] = coordinator.runs()
         run = coordinator.run(view.run_id)
+        audit = {step: list(run.audit(update_id=f"step-{step}")) for step in range(1, STEPS + 1)}
 
-        # A group refused as stale was refilled.
-        refused = [line for line in log if "refused" in line]
-        stale = sorted(re.match(r"step 3: (\S+) refused, stale_policy, lag 2$", line)[1] for line in refused)  # type: ignore[index]
-        assert len(stale) == GROUPS * SIZE
-        assert "step 3: 2 groups refilled" in log
-        gone = [entry for entry in run.audit(update_id="step-3") if entry.event == "set_aside"]
-        assert sorted(entry.rollout_id for entry in gone) == stale
-        assert {(entry.reason, entry.to_state) for entry in gone} == {("stale_policy", "offline")}
-        # Two batches to begin with, one for each step, and those that took the place of the refused ones.
-        groups = {rollout.group_id for rollout in run.rollouts()}
-        assert len(groups) == GROUPS * (2 + STEPS) + 2
-        last = max(entry.at for entry in gone)
-        [refill] = [{r.group_id for r in run.rollouts(version=2, arrived_from=last)}]
-        assert len(refill) == 2
+        # Groups were refused as stale: verl's warm-up is one batch longer than max_lag allows.
+        gone = [(str(n), e.rollout_id, e.reason) for n, es in audit.items() for e in es if e.event == "set_aside"]
+        assert sorted(gone) == sorted((step, rollout_id, verdict) for step, rollout_id, verdict, _ in refused)
+        stale = {rollout_id: int(lag) for _, rollout_id, verdict, lag in refused if verdict == "stale_policy"}
+        assert stale and min(stale.values()) > 1
+        # And refilled: beside its batch, and the warm-up in the first, each step asked for as many groups as it lost.
+        # Of the last one some may not have arrived when the training ended.
+        for step in range(1, STEPS):
+            asked = {rollout.group_id for rollout in run.rollouts(task_source=f"verl-step-{step}")}
+            assert len(asked) == GROUPS * (3 if step == 1 else 1) + refilled.get(step, 0)
+        lost = {(step, rollout_id.split("_")[0]) for step, rollout_id, _, _ in refused}
+        assert refilled == {int(s): len([g for step, g in lost if step == s]) for s, _ in lost}
 
-        # Each update consumed its groups through the coordinator.
-        for step in range(1, STEPS + 1):
-            assert f"step {step}: commit {step}, {GROUPS * SIZE} rollouts consumed" in log
-            consumed = [m for m in run.lineage(f"step-{step}").members if m.outcome == "consumed"]
-            audited = {entry.rollout_id for entry in run.audit(update_id=f"step-{step}") if entry.event == "commit"}
-            assert {m.rollout_id for m in consumed} == audited
-            assert len(audited) == GROUPS * SIZE
+        # Each step's update consumed its groups through the coordinator.
+        assert committed == [(str(step), str(step), str(GROUPS * 2)) for step in range(1, STEPS + 1)]
+        for step, entries in audit.items():
+            consumed = [entry.rollout_id for entry in entries if entry.event == "commit"]
+            assert len(consumed) == len(set(consumed)) == GROUPS * 2
+            assert {m.rollout_id for m in run.lineage(f"step-{step}").members if m.outcome == "consumed"} == set(
+                consumed
+            )
 
-        # Each weight sync made the version active that verl's engine then generated with.
-        assert [line for line in log if "active" in line] == [f"step {n}: version {n} is active" for n in range(1, 5)]
-        assert run.view().active.version == STEPS
-        assert [policy.kind for policy in run.policies()] == ["base"] + ["stream"] * STEPS
+        # Each weight sync was a version, which the engine then generated with.
+        assert re.findall(r"version (\d) is active", said) == [str(step) for step in range(1, STEPS + 1)]
+        assert [activation.state for activation in run.activations()] == ["succeeded"] * STEPS
         assert len({policy.artifact_hash for policy in run.policies()}) == STEPS + 1
-        assert {span.version for rollout in run.rollouts() for span in rollout.spans} == {0, 1, 2, 3}
-        assert {activation.state for activation in run.activations()} == {"succeeded"}
+        assert {span.version for rollout in run.rollouts() for span in rollout.spans} >= {0, 1, 2, 3}
