@@ -29,6 +29,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync, _accumulate_eviction_metrics
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
+from verl.utils.debug import marked_timer
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
@@ -79,6 +80,7 @@ class CapturingWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # typ
         given = config.trainer.v1.sampler.sampler_kwargs
         self._run, self._incarnation = Coordinator().run(given.run), given.incarnation
         self._contract = self._run.view().contract
+        self._rules = hashlib.sha256(str(config.reward).encode()).hexdigest()
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
         await super()._agent_loop_postprocess(output, validate, **kwargs)
@@ -109,7 +111,7 @@ class CapturingWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # typ
             action_mask=[False] * len(prompt) + [bool(acts) for acts in output.response_mask],
             behavior_log_probs=[None] * len(prompt) + list(output.response_logprobs),
             reward=ArrivalReward(
-                status="ok", value=output.reward_score, ruleset_id="verl-reward", ruleset_hash="0" * 64
+                status="ok", value=output.reward_score, ruleset_id="verl-reward", ruleset_hash=self._rules
             ),
         )
         [verdict] = self._run.submit([rollout]).verdicts
@@ -265,8 +267,11 @@ class CoordinatedTrainer(PPOTrainerColocateAsync):
             base_model=self.run.policies()[0].base_model,
             updates=[self.stepped.id],
         )
+        self.worker.heartbeat()  # a worker that was silent for long is not waited for
         self.run.open_activation(version, f"activate-{version}")
-        super().on_step_end()  # verl's update_weights: returns once its engines have them
-        self.worker.ack(version, policy.artifact_hash, caches_reset=["prefix"])
-        self.run.activate(version)
+        with marked_timer("update_weights", self.timing_raw, color="red"):  # as verl's own on_step_end
+            self.checkpoint_manager.update_weights(version)  # returns once its engines have them
+            self.worker.ack(version, policy.artifact_hash, caches_reset=["prefix"])
+            self.run.activate(version)
+            self.checkpoint_manager.resume_generation_replicas()  # so nothing is made by a version that is not active
         say(f"step {version}: version {version} is active")
