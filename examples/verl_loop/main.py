@@ -62,7 +62,7 @@ def configuration(model: Path, prompts: Path, run_id: str) -> Any:
         +trainer.v1.sampler.sampler_kwargs.incarnation=verl-{time.time_ns()}
 
         data.train_files={prompts} data.val_files={prompts} data.train_batch_size=2 data.dataloader_num_workers=0
-        data.max_prompt_length=64 data.max_response_length=8 algorithm.adv_estimator=grpo critic.enable=false
+        data.max_prompt_length=64 data.max_response_length=300 algorithm.adv_estimator=grpo critic.enable=false
         reward.num_workers=1 reward.custom_reward_function.path={ROOT}/examples/verl_loop/reward.py
         transfer_queue.backend.SimpleStorage.num_data_storage_units=1
         actor_rollout_ref.model.path={model} actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.model.lora_alpha=16
@@ -70,7 +70,7 @@ def configuration(model: Path, prompts: Path, run_id: str) -> Any:
         actor_rollout_ref.actor.optim.lr=1e-3 actor_rollout_ref.actor.ppo_mini_batch_size=2
         actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4
         actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=2 actor_rollout_ref.rollout.agent.num_workers=1
-        actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2 actor_rollout_ref.rollout.max_model_len=128
+        actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2 actor_rollout_ref.rollout.max_model_len=384
         actor_rollout_ref.rollout.max_num_seqs=8 actor_rollout_ref.rollout.max_num_batched_tokens=512
         actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=64
         trainer.total_training_steps=5 trainer.total_epochs=10 trainer.logger=[console] trainer.val_before_train=false
