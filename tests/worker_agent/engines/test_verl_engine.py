@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -267,12 +268,22 @@ sys.stdin.readline()
 """
 
 
-def test_a_core_that_died_is_said_and_everything_ends_with_the_process(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def short_folder() -> Iterator[str]:
+    """For what a killed process leaves behind; sockets lie in it, whose paths may not be as long as a test's."""
+    with tempfile.TemporaryDirectory(prefix="t", ignore_cleanup_errors=True) as folder:
+        yield folder
+
+
+def test_a_core_that_died_is_said_and_everything_ends_with_the_process(
+    tiny_model: Path, tmp_path: Path, short_folder: str
+) -> None:
     log = tmp_path / "logs" / "verl.log"
     starter = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(tiny_model), str(log), str(draw_adapter(tmp_path / "v1", 1))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": short_folder},
         text=True,
     )
     assert starter.stdin is not None and starter.stdout is not None
