@@ -122,7 +122,7 @@ def test_what_is_shown_is_yaml_that_makes_the_same_settings(tmp_path: Path) -> N
         ({"max_tokens": 1.5}, "max_tokens: input should be a valid integer, not 1.5"),
         ({"groups_at_once": 1001}, "groups_at_once: input should be less than or equal to 1000, not 1001"),
         ({"metrics_port": 65536}, "metrics_port: input should be less than or equal to 65535, not 65536"),
-        ({"engine": "vlm"}, "engine: input should be 'vllm', 'vllm-server' or 'transformers', not 'vlm'"),
+        ({"engine": "vlm"}, "engine: input should be 'vllm', 'vllm-server', 'verl' or 'transformers', not 'vlm'"),
         ({"across_versions": "stop"}, "across_versions: input should be 'continue' or 'finish', not 'stop'"),
         ({"stop": "END"}, "stop: input should be a valid "),
         ({"stop": ["a", ""]}, "stop: [1] string should have at least 1 character, not ''"),

@@ -19,10 +19,19 @@ from tests.worker_agent.adapters import draw_adapter
 from tests.worker_agent.engines.processes import descendants, wait_until_gone
 from tests.worker_agent.engines.test_conformance import PROMPT, sequences
 from tests.worker_agent.tiny import BASE
-from worker_agent.engines.engine import Completion, EngineError, Policy, Prompt, Sampling, sample_seed
+from worker_agent.engines.engine import (
+    Completion,
+    EngineError,
+    Policy,
+    Prompt,
+    Request,
+    Sampling,
+    generate,
+    sample_seed,
+)
 from worker_agent.engines.lora_digest import lora_layout
 from worker_agent.engines.transformers_engine import TransformersEngine
-from worker_agent.engines.verl_engine import Request, VerlEngine
+from worker_agent.engines.verl_engine import VerlEngine
 
 pytestmark = pytest.mark.xdist_group("verl")
 
@@ -91,14 +100,14 @@ def test_stop_texts_and_ends_are_told_as_the_reference_tells_them(
 ) -> None:
     """verl says "completed" of all; here also where the stop is the last token that was allowed."""
     prompts = [Prompt(PROMPT, 1, 1)]
-    (whole,) = reference.generate(BASE, prompts, Sampling(temperature=0.0, max_tokens=24))[0]
+    (whole,) = generate(reference, BASE, prompts, Sampling(temperature=0.0, max_tokens=24))[0]
     stop = whole.text[8:11]
     upto = next(n for n in range(1, 25) if stop in reference._tokenizer.decode(whole.token_ids[:n]))
     told = set()
     for limit in (upto - 1, upto, upto + 1):
         sampling = Sampling(temperature=0.0, max_tokens=limit, stop=("nowhere", stop))
-        ((ours,),) = verl_engine.generate(BASE, prompts, sampling)
-        ((theirs,),) = reference.generate(BASE, prompts, sampling)
+        ((ours,),) = generate(verl_engine, BASE, prompts, sampling)
+        ((theirs,),) = generate(reference, BASE, prompts, sampling)
         assert (ours.token_ids, ours.finish_reason, ours.text) == (theirs.token_ids, theirs.finish_reason, theirs.text)
         told.add((limit, ours.finish_reason))
     assert told == {(upto - 1, "length"), (upto, "stop"), (upto + 1, "stop")}
@@ -106,7 +115,7 @@ def test_stop_texts_and_ends_are_told_as_the_reference_tells_them(
 
 def test_requests_in_flight_are_handed_over_as_they_finish(verl_engine: VerlEngine, new_loaded: NewPolicy) -> None:
     policy = new_loaded(1)
-    (alone,) = verl_engine.generate(policy, [Prompt((5, 6, 7), 3, 4)], Sampling(max_tokens=LONG))
+    (alone,) = generate(verl_engine, policy, [Prompt((5, 6, 7), 3, 4)], Sampling(max_tokens=LONG))
     assert verl_engine.finished(60) == {}
     verl_engine.begin(policy, requests(4, LONG), Sampling())
     verl_engine.begin(policy, [Request("short", PROMPT, 1, 1)], Sampling())
@@ -162,7 +171,6 @@ def test_while_requests_are_in_flight_nothing_else_happens(
         lambda: verl_engine.load(BASE),
         lambda: verl_engine.unload(policy),
         lambda: verl_engine.score(policy, [[5, 6]]),
-        lambda: verl_engine.generate(policy, [Prompt(PROMPT, 1, 1)], Sampling()),
         verl_engine.release,
         lambda: verl_engine.begin(BASE, [Request("base", (5, 6), 1, 1)], Sampling()),
     ]
