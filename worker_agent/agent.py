@@ -145,6 +145,8 @@ class Agent:
         serving = Serving(self._run, self._worker, self._engine, cache, groups.quiet, listener.wake, self._vitals)
         listener.start(heartbeat_seconds, view.settings.longest_wait_seconds)
         sender.start()
+        ended: list[Ended] = []
+        hand_in_at = 0.0
         try:
             while True:
                 watch = listener.newest()
@@ -163,9 +165,12 @@ class Agent:
                     self._start_groups(policy, watch, serving, groups, tasks, finished)
                 self._vitals.groups_in_flight = len(groups)
                 with self._using_engine():
-                    ended = groups.ended(_TURN_SECONDS)
-                self._hand_in(ended, spool, sender, finished)
-                if not groups.in_flight:
+                    ended += groups.ended(_TURN_SECONDS)
+                if ended and (time.monotonic() >= hand_in_at or not groups.in_flight):
+                    self._hand_in(ended, spool, sender, finished)
+                    ended = []
+                    hand_in_at = time.monotonic() + _TURN_SECONDS  # a batch and its wait for the disk, no more often
+                elif not groups.in_flight:
                     listener.wait(-1 if watch is None else watch.event_no, _IDLE_SECONDS)
             self._leave(sender)
         finally:

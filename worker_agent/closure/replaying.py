@@ -20,7 +20,7 @@ from worker_agent.closure.fixture import Fixture, FixtureRollout, read_fixture
 from worker_agent.closure.profile import GPU_MEMORY_FRACTION, MAX_MODEL_LEN, ClosureError
 from worker_agent.closure.samples import messages
 from worker_agent.contract import ContractMismatch
-from worker_agent.engines.engine import Completion, EngineError, Policy, Prompt, Sampling
+from worker_agent.engines.engine import Completion, EngineError, Policy, Request, Sampling
 from worker_agent.engines.vllm_engine import VllmEngine
 from worker_agent.logs import event, log_to_stderr
 from worker_agent.models import ModelError, identify
@@ -39,34 +39,40 @@ class ReplayingEngine(VllmEngine):
     def __init__(self, model: Path, fixture: Fixture, *, dtype: str) -> None:
         super().__init__(model, dtype=dtype, max_model_len=MAX_MODEL_LEN, gpu_memory_fraction=GPU_MEMORY_FRACTION)
         self._recorded = {rollout.token_ids[: rollout.prompt_tokens]: rollout for rollout in fixture.rollouts}
+        self._answers: dict[str, Completion | EngineError] = {}
 
-    def generate(self, policy: Policy, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
+    def begin(self, policy: Policy, requests: Sequence[Request], sampling: Sampling) -> None:
         """The recorded answer to each prompt. Raises `EngineError` for another policy than the base model."""
         if policy.kind != "base":
             raise EngineError(f"the fixture's answers are the base model's, not those of version {policy.version}")
-        rollouts = [self._rollout(prompt) for prompt in prompts]
+        rollouts = [self._rollout(request) for request in requests]
         scored = self.score(policy, [rollout.token_ids for rollout in rollouts])
         own = [row[rollout.prompt_tokens :] for row, rollout in zip(scored, rollouts, strict=True)]
         comparison = compare(own, [rollout.behavior_log_probs for rollout in rollouts])
         event("fixture_scored", **comparison.model_dump())
         if not comparison.passed:
             raise EngineError(f"the fixture's log-probs are not this engine's: {comparison}")
-        return [
-            [
-                Completion(
-                    token_ids=list(rollout.token_ids[rollout.prompt_tokens :]),
-                    log_probs=list(rollout.behavior_log_probs),
-                    finish_reason="stop",
-                    text=rollout.text,
-                )
-            ]
-            for rollout in rollouts
-        ]
+        for request, rollout in zip(requests, rollouts, strict=True):
+            self._answers[request.request_id] = Completion(
+                token_ids=list(rollout.token_ids[rollout.prompt_tokens :]),
+                log_probs=list(rollout.behavior_log_probs),
+                finish_reason="stop",
+                text=rollout.text,
+            )
 
-    def _rollout(self, prompt: Prompt) -> FixtureRollout:
-        if prompt.samples != 1 or prompt.token_ids not in self._recorded:
+    def finished(self, wait_seconds: float) -> dict[str, Completion | EngineError]:
+        """All that was begun: it needs no time."""
+        answers, self._answers = self._answers, {}
+        return answers
+
+    def interrupt(self) -> dict[str, Completion | EngineError]:
+        """There is nothing to break off."""
+        return self.finished(0.0)
+
+    def _rollout(self, request: Request) -> FixtureRollout:
+        if request.token_ids not in self._recorded:
             raise EngineError("the fixture has no such answer")
-        return self._recorded[prompt.token_ids]
+        return self._recorded[request.token_ids]
 
 
 def _tasks(rollouts: Sequence[FixtureRollout]) -> Iterator[Task]:
