@@ -187,7 +187,10 @@ class Serving:
         # The report fences this worker until it confirms a version that it loaded whole: the active one.
         self._confirmed.clear()
         self._later(ref, f"policy_{stage}_failed", error)
-        self._worker.fail(ref.version, stage, str(error))
+        try:
+            self._worker.fail(ref.version, stage, str(error))
+        except Unreachable as unheard:
+            event("failure_not_told", level=logging.WARNING, version=ref.version, stage=stage, error=str(unheard))
 
     def _later(self, ref: PolicyRef, name: str, error: Exception) -> None:
         self._vitals.load_ended(name, time.monotonic() - self._began.pop(_key(ref)))
