@@ -15,8 +15,6 @@ from coordinator.wire.runs import CreateRun, FirstPolicy, GenerationContract, Ru
 from tests.client.server_process import ServerProcess
 from worker_agent.models import identify
 
-pytestmark = pytest.mark.xdist_group("models")
-
 
 @pytest.mark.parametrize("engine", ["vllm", "vllm-server", "transformers"])
 def test_it_works_from_stdin_and_leaves_in_good_order_on_sigterm(tmp_path: Path, tiny_model: Path, engine: str) -> None:

@@ -19,8 +19,6 @@ from tests.worker_agent.working import base_of, until
 from worker_agent.learner.publishing import publish_adapter
 from worker_agent.models import identify
 
-pytestmark = pytest.mark.xdist_group("models")
-
 START_SECONDS = 120.0
 PLAIN = ("-m", "worker_agent.cli")
 ODD = (str(Path(__file__).with_name("odd_worker.py")),)

@@ -8,16 +8,12 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 from coordinator.client import Coordinator, Run
 from coordinator.wire.runs import CreateRun, FirstPolicy, GenerationContract, RunSettings
 from tests.client.server_process import ServerProcess
 from tests.ledger_checker import check_ledger
 from tests.worker_agent.working import base_of, until
 from worker_agent.models import identify
-
-pytestmark = pytest.mark.xdist_group("models")
 
 PLACES = ("half", "written", "renamed", "answered")
 GROUPS, SIZE = 250, 2
