@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -102,6 +103,43 @@ def run(
         raise typer.Exit(1) from error
 
 
+@app.command(name="identify")
+def identify_command(
+    model: Annotated[str, typer.Argument(help="Folder of a model in the Hugging Face layout, or smollm2.")],
+    dtype: Annotated[str, typer.Option(help="dtype of the weights in the engines.")] = "float32",
+    logprobs_mode: Annotated[
+        str, typer.Option(help="raw, as vLLM and transformers have it here, or processed.")
+    ] = "raw",
+) -> None:
+    """Print what a run on this model is created with, as JSON: contract, vocabulary and first policy.
+
+    With a run_id and settings beside it, it is the body of POST /v1/runs, and the fields of CreateRun in Python.
+    Temperature, top_p, top_k and min_p are yours to change. Exit status: 0, or 1 with the reason.
+    """
+    try:
+        identity = identify(_model_folder(model))
+    except (ModelError, OSError) as error:
+        print(f"worker-agent: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    base = {"name": identity.name, "revision": identity.revision, "sha256": identity.sha256}
+    contract = {
+        "tokenizer_hash": identity.tokenizer_hash,
+        "chat_template_hash": identity.chat_template_hash,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "logprobs_mode": logprobs_mode,
+        "dtype": dtype,
+    }
+    body = {"contract": contract, "vocab_size": identity.vocab_size, "policy": {"base_model": base}}
+    print(json.dumps(body, indent=1))
+
+
+def _model_folder(model: str) -> Path:
+    return smollm2(lambda line: event("model", detail=line)) if model == "smollm2" else Path(model)
+
+
 def _work(settings: Settings) -> None:
     """From settings to the end of the work. What cannot be had is found out before the engine is started."""
     if settings.threads is not None:
@@ -116,8 +154,7 @@ def _work(settings: Settings) -> None:
             spool = worker.folder(settings.run) / "spool"
             stack.enter_context(serving_status(settings.metrics_host, settings.metrics_port, vitals, spool))
         with vitals.in_engine():
-            small = settings.model == "smollm2"
-            folder = smollm2(lambda line: event("model", detail=line)) if small else Path(settings.model)
+            folder = _model_folder(settings.model)
             identity = identify(folder)
             event("engine_starts", engine=settings.engine.value, model=identity.name, sha256=identity.sha256)
             # Imported here: `worker-agent --help` is not to wait for torch.

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, get_origin
 
 import yaml
 from pydantic import Field, SecretStr, TypeAdapter, ValidationError
@@ -132,7 +132,7 @@ def _meant(key: object) -> str:
 
 def _read(name: str, given: _Given) -> Any:
     adapter = _adapter(name)
-    if name == "stop" and given.is_text:
+    if get_origin(Settings.model_fields[name].annotation) is tuple and given.is_text:
         return adapter.validate_json(str(given.value), strict=True)
     if given.is_text:
         return adapter.validate_strings(given.value)

@@ -4,7 +4,7 @@ the file and the table in the documentation are made from this model."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, StringConstraints, model_validator
 
@@ -68,10 +68,17 @@ class Settings(BaseModel):
         description="folder for rollouts on their way, artifacts and the list of finished groups; keep it across "
         "restarts",
     )
-    dtype: str = Field(
-        "float32", min_length=1, description="dtype of the weights in the engine; the run's contract names one"
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="dtype of the weights in the engine; the run's contract names one"
     )
     max_model_len: int = Field(128, ge=2, description="longest prompt with its completion, in tokens")
+    lora_target_modules: tuple[Annotated[str, StringConstraints(min_length=1)], ...] = Field(
+        ("q_proj", "v_proj"),
+        min_length=1,
+        description="modules that an adapter may have, by the last part of their names; the variable is a JSON list. "
+        "For an engine that is started here, transformers excepted, which takes any",
+    )
+    max_lora_rank: int = Field(16, ge=1, le=512, description="greatest rank that an adapter may have, as above")
     max_tokens: int = Field(16, ge=1, description="longest completion, in tokens")
     stop: tuple[Annotated[str, StringConstraints(min_length=1)], ...] = Field(
         (),
@@ -115,6 +122,8 @@ class Settings(BaseModel):
             name=self.engine,
             dtype=self.dtype,
             max_model_len=self.max_model_len,
+            lora_target_modules=self.lora_target_modules,
+            max_lora_rank=self.max_lora_rank,
             url=self.engine_url,
             log=self.of_worker().folder(self.run) / f"{self.engine.value}.log",
         )

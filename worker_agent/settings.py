@@ -48,7 +48,8 @@ class EngineName(StrEnum):
 class EngineSettings:
     """The engine of one worker.
 
-    `dtype` is a torch dtype's name, `max_model_len` the longest prompt with its completion in tokens. `url` is the
+    `dtype` is a torch dtype's name, `max_model_len` the longest prompt with its completion in tokens. Adapters may have
+    the modules `lora_target_modules` and a rank of up to `max_lora_rank`; transformers takes any. `url` is the
     address of a vLLM server that runs already, for `vllm-server` alone. `log` is the file for the output of a server
     that is started, by `vllm-server` or `verl`.
     """
@@ -56,5 +57,7 @@ class EngineSettings:
     name: EngineName
     dtype: str = "float32"
     max_model_len: int = 128
+    lora_target_modules: tuple[str, ...] = ("q_proj", "v_proj")
+    max_lora_rank: int = 16
     url: str | None = None
     log: Path = Path("vllm-server.log")

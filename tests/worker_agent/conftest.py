@@ -7,6 +7,7 @@ import pytest
 
 from coordinator.client import Coordinator
 from tests.client.server_process import ServerProcess
+from tests.worker_agent.adapters import EVERY_MODULE
 from tests.worker_agent.tiny import train
 from worker_agent.engines.engine import Policy
 from worker_agent.engines.vllm_engine import VllmEngine
@@ -21,7 +22,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def engine(tiny_model: Path) -> Iterator[VllmEngine]:
-    engine = VllmEngine(tiny_model)
+    engine = VllmEngine(tiny_model, lora_target_modules=EVERY_MODULE)
     yield engine
     engine.close()
 

@@ -80,6 +80,20 @@ def test_it_works_from_stdin_and_leaves_in_good_order_on_sigterm(tmp_path: Path,
         server.stop()
 
 
+def test_identify_prints_what_a_run_is_created_with(tmp_path: Path, tiny_model: Path) -> None:
+    command = [sys.executable, "-m", "worker_agent.cli", "identify"]
+    told = subprocess.run([*command, str(tiny_model)], capture_output=True, text=True, check=True)
+    made = CreateRun.model_validate(json.loads(told.stdout) | {"run_id": "r", "settings": {}})
+    model = identify(tiny_model)
+    assert (made.contract.tokenizer_hash, made.contract.chat_template_hash) == (
+        model.tokenizer_hash,
+        model.chat_template_hash,
+    )
+    assert (made.vocab_size, made.policy.base_model.sha256) == (model.vocab_size, model.sha256)
+    nothing = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert nothing.returncode == 1 and nothing.stderr.startswith("worker-agent: ") and "Traceback" not in nothing.stderr
+
+
 def test_an_address_is_for_the_server_alone() -> None:
     arguments = ["run", "--run", "r", "--worker-id", "w1", "--model", "m", "--tasks", "-", "--engine-url", "http://a"]
     ended = subprocess.run(

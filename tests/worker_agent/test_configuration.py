@@ -1,5 +1,6 @@
 """Settings of `worker-agent run` from file, environment and command line."""
 
+import json
 import os
 import subprocess
 import sys
@@ -29,6 +30,8 @@ ANOTHER: dict[str, Any] = {
     "data": "/data",
     "dtype": "bfloat16",
     "max_model_len": 4096,
+    "lora_target_modules": ["q_proj", "o_proj"],
+    "max_lora_rank": 64,
     "max_tokens": 512,
     "stop": ["\n", "END of it"],
     "groups_at_once": 8,
@@ -46,7 +49,7 @@ def write(folder: Path, content: Any) -> Path:
 
 
 def as_text(name: str) -> str:
-    return '["\\n", "END of it"]' if name == "stop" else str(ANOTHER[name])
+    return json.dumps(ANOTHER[name]) if isinstance(ANOTHER[name], list) else str(ANOTHER[name])
 
 
 def plain(configuration: Configuration, name: str) -> Any:
@@ -70,7 +73,7 @@ def test_every_setting_is_tried_here() -> None:
 def test_each_setting_may_stand_in_each_place(tmp_path: Path, name: str) -> None:
     others = {"engine": "vllm-server", "tasks": "http://127.0.0.1:9/tasks"}
     base = {key: value for key, value in (NEEDED | others).items() if key != name}
-    given: str | list[str] = ANOTHER[name] if name == "stop" else as_text(name)
+    given: str | list[str] = ANOTHER[name] if isinstance(ANOTHER[name], list) else as_text(name)
     in_file = configure(write(tmp_path, base | {name: ANOTHER[name]}), {}, {})
     in_environment = configure(write(tmp_path, base), {variable(name): as_text(name)}, {})
     on_command_line = configure(write(tmp_path, base), {}, {name: given})

@@ -123,7 +123,10 @@ def fixture_command(model: ModelOption = _SMALL, data: DataOption = _DATA) -> No
 def _show(console: Console, experiment: Experiment) -> None:
     arms, coordinator = experiment.arms(), experiment.coordinator()
     if not experiment.begun():
-        raise ClosureError(f"there is no result {experiment.label} in {experiment.data}")
+        raise ClosureError(
+            f"there is no result {experiment.label} in {experiment.data}: `worker-agent closure run` makes one, and "
+            f"the published one is shown with --data docs/closure"
+        )
     for arm in arms:
         if arm is not None:
             show_arm(console, arm)

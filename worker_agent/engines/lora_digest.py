@@ -9,7 +9,7 @@ for rank-stabilised LoRA). Tensors are whole: one worker, no tensor parallelism.
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +53,9 @@ def digest_of_folder(folder: Path, dtype: str) -> str:
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
         weights = load_file(folder / ADAPTER_WEIGHTS)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise AdapterError(f"adapter folder {folder} is not readable: {error!r}") from error
+        raise AdapterError(
+            f"adapter folder {folder} is not readable: {error!r}; download the version's files again"
+        ) from error
     if rank < 1 or not weights:
         raise AdapterError(f"adapter folder {folder} has rank {rank} and {len(weights)} tensors")
     scaling = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
@@ -69,6 +71,28 @@ def digest_of_folder(folder: Path, dtype: str) -> str:
         tensor = tensor.to(getattr(torch, dtype))
         named.append((f"{module}.{matrix}", tensor * scaling if matrix == "B" else tensor))
     return tensors_digest(named)
+
+
+def check_adapter(folder: Path, modules: Sequence[str], max_rank: int) -> None:
+    """Raises `AdapterError` for an adapter that does not fit an engine with room for `modules` up to `max_rank`.
+
+    Modules are named by the last part of their names. The folder is one that `digest_of_folder` can read.
+    """
+    from safetensors import safe_open
+
+    with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as weights:
+        found = {key.split(".lora_")[0].rpartition(".")[2] for key in weights.keys()}  # noqa: SIM118
+    rank = int(json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["r"])
+    if others := sorted(found - set(modules)):
+        raise AdapterError(
+            f"the adapter has {', '.join(others)}, and this engine was started for {', '.join(modules)}: start the "
+            f"worker with lora_target_modules {json.dumps(sorted(found | set(modules)))}"
+        )
+    if rank > max_rank:
+        raise AdapterError(
+            f"the adapter has rank {rank}, and this engine was started for up to {max_rank}: start the worker with a "
+            f"larger max_lora_rank"
+        )
 
 
 def is_zero(folder: Path) -> bool:

@@ -217,7 +217,7 @@ class TransformersEngine:
         try:
             expected = digest_of_folder(folder, self.dtype)
         except AdapterError as error:
-            raise EngineError(f"{error}; download the version's files again") from error
+            raise EngineError(str(error)) from error
         adapter = self._adapters.setdefault(policy.key, f"adapter-{len(self._adapters)}-{time.monotonic_ns()}")
         try:
             if not any(adapter in layer.lora_A for _, layer in _lora_layers(self._base)):

@@ -38,11 +38,12 @@ from worker_agent.engines.lora_digest import (
     ADAPTER_WEIGHTS,
     VERL_ON_VLLM,
     AdapterError,
+    check_adapter,
     digest_of_folder,
     is_zero,
     lora_layout,
 )
-from worker_agent.engines.vllm_engine import MAX_LORA_RANK, TARGET_MODULES, process_environment
+from worker_agent.engines.vllm_engine import lora_room, process_environment
 from worker_agent.logs import event
 from worker_agent.verl_platform import PLATFORM_VARIABLES, PlatformError, import_verl
 
@@ -72,7 +73,8 @@ class VerlEngine:
     """An `Engine` on verl's `vLLMHttpServer`, loaded through its `ServerAdapter`.
 
     `model` is a model folder, `log` the file for the server's output, `dtype` a torch dtype's name, `max_model_len` the
-    longest prompt with its completion in tokens, `max_num_seqs` how many sequences run at once. One GPU, or the CPU. A
+    longest prompt with its completion in tokens, `max_num_seqs` how many sequences run at once. Adapters may have the
+    modules `lora_target_modules` and a rank of up to `max_lora_rank`. One GPU, or the CPU. A
     process that is in a Ray cluster keeps it, else one of its own is started; the server ends with this process.
     Raises `EngineError` if the server does not start, ModuleNotFoundError without verl, vLLM or Ray.
 
@@ -85,7 +87,15 @@ class VerlEngine:
     logprobs_mode = "raw"
 
     def __init__(
-        self, model: Path, *, log: Path, dtype: str = "float32", max_model_len: int = 128, max_num_seqs: int = 16
+        self,
+        model: Path,
+        *,
+        log: Path,
+        dtype: str = "float32",
+        max_model_len: int = 128,
+        max_num_seqs: int = 16,
+        lora_target_modules: Sequence[str] = ("q_proj", "v_proj"),
+        max_lora_rank: int = 16,
     ) -> None:
         try:
             on_cpu = import_verl()
@@ -94,6 +104,7 @@ class VerlEngine:
         self.dtype = dtype
         self._log = log
         self._max_model_len = max_model_len
+        self._lora = tuple(lora_target_modules), max_lora_rank
         self._lock = threading.RLock()
         self._adapters: dict[tuple[str, int, str], _Adapter] = {}
         self._served: tuple[str, int, str] | None = None  # whose adapter is in the server
@@ -102,7 +113,7 @@ class VerlEngine:
         self._server: Any = None
         self._ray = LocalRay()
         try:
-            self._start(model, on_cpu, max_num_seqs)
+            self._start(model, on_cpu, max_num_seqs, *self._lora)
         except BaseException:
             self.close()
             raise
@@ -273,7 +284,9 @@ class VerlEngine:
                 ray.kill(self._server)
             self._ray.stop()
 
-    def _start(self, model: Path, on_cpu: bool, max_num_seqs: int) -> None:
+    def _start(
+        self, model: Path, on_cpu: bool, max_num_seqs: int, lora_target_modules: Sequence[str], max_lora_rank: int
+    ) -> None:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         # verl's adapter looks for them; whatever they say, it is alone with its server.
         os.environ.setdefault("RANK", "0")
@@ -311,7 +324,7 @@ class VerlEngine:
             ),
             engine_kwargs={
                 "vllm": {
-                    "lora_target_modules": list(TARGET_MODULES),
+                    "lora_target_modules": list(lora_target_modules),
                     # The CPU's default of 128 tokens a block never caches a short prompt.
                     "block_size": 32 if on_cpu else None,
                     # One process for vLLM's core and worker: verl ties the worker to the server's life.
@@ -321,8 +334,8 @@ class VerlEngine:
         )
         config = HFModelConfig(
             path=str(model),
-            lora_rank=MAX_LORA_RANK,
-            target_modules=list(TARGET_MODULES),
+            lora_rank=lora_room(max_lora_rank),
+            target_modules=list(lora_target_modules),
             override_config={"attn_implementation": "eager"},
         )
         self._tokenizer: Any = config.tokenizer
@@ -383,8 +396,9 @@ class VerlEngine:
     def _load_adapter(self, policy: Policy, folder: Path) -> WeightDigest | None:
         try:
             expected = digest_of_folder(folder, self.dtype)
+            check_adapter(folder, *self._lora)
         except AdapterError as error:
-            raise EngineError(f"{error}; download the version's files again") from error
+            raise EngineError(str(error)) from error
         key = policy.key
         known = self._adapters.get(key)
         try:

@@ -26,11 +26,16 @@ from worker_agent.engines.engine import (
     folder_of,
     requests_in_flight,
 )
-from worker_agent.engines.lora_digest import ADAPTER_CONFIG, AdapterError, LoraDigest, digest_of_folder, lora_layout
+from worker_agent.engines.lora_digest import (
+    ADAPTER_CONFIG,
+    AdapterError,
+    LoraDigest,
+    check_adapter,
+    digest_of_folder,
+    lora_layout,
+)
 
-MAX_LORA_RANK = 16
 MAX_ADAPTERS = 2  # the version that is served and the one that comes next
-TARGET_MODULES = ("q_proj", "v_proj")
 
 # vLLM knows an adapter by an integer: never used twice in a process, so no slot can stand for older weights.
 _adapter_ids = itertools.count(1)
@@ -77,7 +82,8 @@ class VllmEngine:
     """An `Engine` on `vllm.LLM`.
 
     `model` is a model folder, `dtype` a torch dtype's name, `max_model_len` the longest prompt with its
-    completion in tokens, `max_num_seqs` how many sequences run at once. On a GPU `gpu_memory_fraction` of its
+    completion in tokens, `max_num_seqs` how many sequences run at once. Adapters may have the modules
+    `lora_target_modules` and a rank of up to `max_lora_rank`. On a GPU `gpu_memory_fraction` of its
     memory is taken (None: as vLLM has it), and only a `releasable` engine can give it back for a while.
     Environment variables that are already set win over the ones this class sets; they count only before the
     first import of vLLM. One engine may be open in a process. `OMP_NUM_THREADS` limits its threads on a CPU.
@@ -94,6 +100,8 @@ class VllmEngine:
         dtype: str = "float32",
         max_model_len: int = 128,
         max_num_seqs: int = 16,
+        lora_target_modules: Sequence[str] = ("q_proj", "v_proj"),
+        max_lora_rank: int = 16,
         gpu_memory_fraction: float | None = None,
         releasable: bool = True,
     ) -> None:
@@ -112,6 +120,7 @@ class VllmEngine:
         self.version = str(vllm.__version__)
         self.dtype = dtype
         self._max_model_len = max_model_len
+        self._lora = tuple(lora_target_modules), max_lora_rank
         self._lock = threading.RLock()
         self._adapters: dict[tuple[str, int, str], Any] = {}  # LoRARequests, in the order of loading
         self._last_used: tuple[str, int, str] | None = None
@@ -141,9 +150,9 @@ class VllmEngine:
                 distributed_executor_backend="uni",
                 enable_lora=True,
                 max_loras=MAX_ADAPTERS + 1,  # a new one is loaded and verified before an old one goes
-                max_lora_rank=MAX_LORA_RANK,
+                max_lora_rank=lora_room(max_lora_rank),
                 # Unlimited, LoRA lands on the logits of a tied embedding, which fails with prompt_logprobs.
-                lora_target_modules=list(TARGET_MODULES),
+                lora_target_modules=list(lora_target_modules),
                 use_tqdm_on_load=False,
                 worker_extension_cls=f"{LoraDigest.__module__}.{LoraDigest.__qualname__}",
                 **on_gpu,
@@ -313,8 +322,9 @@ class VllmEngine:
         key = policy.key
         try:
             expected = digest_of_folder(folder, self.dtype)
+            check_adapter(folder, *self._lora)
         except AdapterError as error:
-            raise EngineError(f"{error}; download the version's files again") from error
+            raise EngineError(str(error)) from error
         if key not in self._adapters:
             request = LoRARequest(
                 f"{policy.run_id}/v{policy.version}/{policy.artifact_hash}", next(_adapter_ids), str(folder)
@@ -324,8 +334,7 @@ class VllmEngine:
             except Exception as error:  # vLLM raises whatever its loader meets
                 self._llm.llm_engine.remove_lora(request.lora_int_id)  # it may have got half way
                 raise EngineError(
-                    f"vLLM cannot load the adapter of version {policy.version}: {error}; it takes LoRA up to "
-                    f"rank {MAX_LORA_RANK} on {', '.join(TARGET_MODULES)}, see {ADAPTER_CONFIG}"
+                    f"vLLM cannot load the adapter of version {policy.version}: {error}; see {ADAPTER_CONFIG}"
                 ) from error
             self._adapters[key] = request
         digest = self._held(self._adapters[key].lora_int_id)
@@ -411,7 +420,19 @@ def process_environment() -> dict[str, str]:
     }
 
 
-def server_start(model: Path, dtype: str, max_model_len: int, max_num_seqs: int) -> tuple[list[str], dict[str, str]]:
+def lora_room(rank: int) -> int:
+    """The room that vLLM keeps for adapters of up to `rank`, at most 512: it takes these values alone."""
+    return next(room for room in (8, 16, 32, 64, 128, 256, 320, 512) if room >= rank)
+
+
+def server_start(
+    model: Path,
+    dtype: str,
+    max_model_len: int,
+    max_num_seqs: int,
+    lora_target_modules: Sequence[str],
+    max_lora_rank: int,
+) -> tuple[list[str], dict[str, str]]:
     """Arguments and environment of a vLLM server that serves as this module's engine does.
 
     Variables that are already set win, but for those that the server cannot do without.
@@ -428,7 +449,7 @@ def server_start(model: Path, dtype: str, max_model_len: int, max_num_seqs: int)
         "--logprobs-mode": "raw_logprobs",
         "--distributed-executor-backend": "uni",
         "--max-loras": str(MAX_ADAPTERS + 1),
-        "--max-lora-rank": str(MAX_LORA_RANK),
+        "--max-lora-rank": str(lora_room(max_lora_rank)),
         "--worker-extension-cls": f"{LoraDigest.__module__}.{LoraDigest.__qualname__}",
     }
     sleep: list[str] = []
@@ -437,8 +458,8 @@ def server_start(model: Path, dtype: str, max_model_len: int, max_num_seqs: int)
     else:
         sleep = ["--enable-sleep-mode"]
     environment = process_environment() | {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": "1"}
-    flags = ["--enforce-eager", "--enable-prefix-caching", "--enable-lora", "--lora-target-modules", *TARGET_MODULES]
-    return [*(word for pair in arguments.items() for word in pair), *sleep, *flags], environment
+    flags = ["--enforce-eager", "--enable-prefix-caching", "--enable-lora", "--lora-target-modules"]
+    return [*(word for pair in arguments.items() for word in pair), *sleep, *flags, *lora_target_modules], environment
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from worker_agent.engines.engine import (
     folder_of,
     requests_in_flight,
 )
-from worker_agent.engines.lora_digest import AdapterError, digest_of_folder, is_zero, lora_layout
+from worker_agent.engines.lora_digest import AdapterError, check_adapter, digest_of_folder, is_zero, lora_layout
 from worker_agent.engines.vllm_engine import MAX_ADAPTERS, server_start
 from worker_agent.engines.vllm_process import VllmProcess
 from worker_agent.engines.vllm_streams import Streams, refused
@@ -71,8 +71,9 @@ class VllmServerEngine:
     With `url` the server that runs there is used; it must serve the weights of `model` and read adapter folders under
     the paths that this process uses. Otherwise one is started on `model` (a model folder) with its output in the file
     `log`, on the main thread: it ends with this process. `dtype` is a torch dtype's name, `max_model_len` the longest
-    prompt with its completion in tokens, `max_num_seqs` how many sequences run at once; a running server's own dtype
-    and length win. Raises `EngineError` if the server does not start, does not answer, or is none.
+    prompt with its completion in tokens, `max_num_seqs` how many sequences run at once; adapters may have the modules
+    `lora_target_modules` and a rank of up to `max_lora_rank`. A running server wins. Raises `EngineError` if
+    the server does not start, does not answer, or is none.
     """
 
     name = "vllm-server"
@@ -86,14 +87,17 @@ class VllmServerEngine:
         dtype: str = "float32",
         max_model_len: int = 128,
         max_num_seqs: int = 16,
+        lora_target_modules: Sequence[str] = ("q_proj", "v_proj"),
+        max_lora_rank: int = 16,
     ) -> None:
         self._lock = threading.RLock()
         self._adapters: dict[tuple[str, int, str], _Adapter] = {}  # in the order of loading
         self._last_used: tuple[str, int, str] | None = None
         self._closed = self._released = False
         self._process: VllmProcess | None = None
-        if url is None:
-            arguments, environment = server_start(model, dtype, max_model_len, max_num_seqs)
+        self._lora = (tuple(lora_target_modules), max_lora_rank) if url is None else None  # else the server knows
+        if self._lora is not None:
+            arguments, environment = server_start(model, dtype, max_model_len, max_num_seqs, *self._lora)
             self._process = VllmProcess(arguments, environment, log)
             url = self._process.url
         # No connection is kept: the server closes idle ones, and those on which it answered a 500.
@@ -324,8 +328,10 @@ class VllmServerEngine:
     def _load_adapter(self, policy: Policy, folder: Path) -> WeightDigest | None:
         try:
             expected = digest_of_folder(folder, self.dtype)
+            if self._lora is not None:
+                check_adapter(folder, *self._lora)
         except AdapterError as error:
-            raise EngineError(f"{error}; download the version's files again") from error
+            raise EngineError(str(error)) from error
         key = policy.key
         if key not in self._adapters:
             name = f"{policy.run_id}/v{policy.version}/{policy.artifact_hash}/{uuid.uuid4().hex}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.worker_agent.adapters import draw_adapter
+from tests.worker_agent.adapters import EVERY_MODULE, draw_adapter
 from tests.worker_agent.engines.processes import descendants, wait_until_gone
 from worker_agent.engines.engine import Engine, Policy
 from worker_agent.engines.transformers_engine import TransformersEngine
@@ -31,7 +31,9 @@ def reference(tiny_model: Path) -> Iterator[TransformersEngine]:
 
 @pytest.fixture(scope="session")
 def server_engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServerEngine]:
-    engine = VllmServerEngine(tiny_model, log=tmp_path_factory.mktemp("vllm-server") / "server.log")
+    engine = VllmServerEngine(
+        tiny_model, log=tmp_path_factory.mktemp("vllm-server") / "server.log", lora_target_modules=EVERY_MODULE
+    )
     yield engine
     engine.close()
 
@@ -39,7 +41,7 @@ def server_engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture(scope="session")
 def verl_engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VerlEngine]:
     before = descendants(os.getpid())
-    engine = VerlEngine(tiny_model, log=tmp_path_factory.mktemp("verl") / "verl.log")
+    engine = VerlEngine(tiny_model, log=tmp_path_factory.mktemp("verl") / "verl.log", lora_target_modules=EVERY_MODULE)
     its_own = descendants(os.getpid()).keys() - before.keys()
     assert engine._ray._folder is not None
     folder = Path(engine._ray._folder)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.worker_agent.adapters import draw_adapter
+from tests.worker_agent.adapters import EVERY_MODULE, SHAPES, draw_adapter
 from tests.worker_agent.engines import corruption
 from tests.worker_agent.tiny import BASE
 from worker_agent.engines.engine import Engine, EngineError, Policy, Prompt, Sampling, generate, sample_seed
-from worker_agent.engines.lora_digest import digest_of_folder, lora_layout
+from worker_agent.engines.lora_digest import AdapterError, check_adapter, digest_of_folder, lora_layout
 from worker_agent.engines.transformers_engine import TransformersEngine
 
 NewPolicy = Callable[[int], Policy]
@@ -155,6 +155,32 @@ def test_the_digest_is_the_folders_and_the_same_after_every_load(each: Engine, p
         each.unload(policy)
         assert each.load(policy).digest == digest
     assert each.load(one).digest != each.load(two).digest
+
+
+def test_an_adapter_may_have_every_linear_module(
+    each: Engine, reference: TransformersEngine, policies: NewPolicy, tmp_path: Path
+) -> None:
+    """Also those that vLLM packs together, as gate and up."""
+    few, folder = policies(1), draw_adapter(tmp_path / "every", 7, tuple(SHAPES), rank=8)
+    every = Policy(few.run_id, 2, "sha256:2", "lora", folder)
+    each.load(few)
+    digest = each.load(every).digest
+    assert digest is not None
+    assert digest.registered == digest.active == digest_of_folder(folder, each.dtype)
+    reference.load(every)
+    assert largest_difference(each.score(every, sequences()), reference.score(every, sequences())) < FROM_REFERENCE
+    for engine in {id(each): each, id(reference): reference}.values():
+        engine.unload(every)
+
+
+@pytest.mark.parametrize("room", ["modules", "rank"])
+def test_an_adapter_that_an_engine_has_no_room_for_is_said_to_be_one(tmp_path: Path, room: str) -> None:
+    folder = draw_adapter(tmp_path / "v1", 1, tuple(SHAPES))
+    modules, rank = (("q_proj", "v_proj"), 16) if room == "modules" else (EVERY_MODULE, 8)
+    said = r"down_proj.*lora_target_modules \[.*\"k_proj\"" if room == "modules" else "rank 16.*max_lora_rank"
+    with pytest.raises(AdapterError, match=said):
+        check_adapter(folder, modules, rank)
+    check_adapter(folder, EVERY_MODULE, 16)
 
 
 def test_of_the_base_model_a_digest_is_given_where_the_weights_can_be_read(each: Engine, policies: NewPolicy) -> None:
