@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
+import httpx
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, StringConstraints, model_validator
 
 from coordinator.wire.base import Identifier, Name
@@ -20,6 +21,18 @@ _OTHER_VARIABLES = {
     "token": "COORDINATOR_TOKEN",
     "token_file": "COORDINATOR_TOKEN_FILE",
 }
+
+
+def _unusable(address: str) -> str | None:
+    """Why `address` cannot be one of a service over HTTP."""
+    try:
+        url = httpx.URL(address)
+        url.host.encode("idna")  # as the look-up does
+    except (httpx.InvalidURL, UnicodeError) as error:
+        return f"no address: {error}"
+    if url.scheme not in ("http", "https") or not url.host:
+        return "no address: it must begin with http:// or https:// and name a host"
+    return None
 
 
 class TokenError(Exception):
@@ -103,6 +116,12 @@ class Settings(BaseModel):
             raise ValueError(f"engine_url: an engine's address is for vllm-server alone, not for {self.engine.value}")
         if self.tasks_token is not None and not self.tasks.startswith(("http://", "https://")):
             raise ValueError("tasks_token: a token for tasks is for a task service alone, whose address is in tasks")
+        addresses = [("engine_url", self.engine_url)] + [("url", one) for one in (self.url or "").split(",")]
+        if self.tasks.startswith(("http://", "https://")):
+            addresses.append(("tasks", self.tasks))
+        for name, address in addresses:
+            if address and (why := _unusable(address.strip())):
+                raise ValueError(f"{name}: {why}")
         return self
 
     def of_worker(self) -> WorkerSettings:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coordinator.wire.workers import WeightDigest
+from worker_agent.engines.chat import render_chat
 from worker_agent.engines.engine import (
     Completion,
     EngineError,
@@ -83,15 +84,10 @@ class TransformersEngine:
     def render(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of `messages` through the model's chat template, generation prompt included.
 
-        Raises `EngineError` if the model has no template.
+        Raises `EngineError` if the model has no template, or one that refuses them.
         """
         self._check_open()
-        if not self._tokenizer.chat_template:
-            raise EngineError("this model has no chat template: send token ids, or serve an instruct model")
-        rendered = self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages], add_generation_prompt=True, return_dict=True
-        )
-        return [int(token) for token in rendered["input_ids"]]
+        return render_chat(self._tokenizer, messages)
 
     def load(self, policy: Policy) -> LoadReport:
         """Load a policy and compare what the model holds with the folder; see `Engine.load`.

@@ -21,6 +21,7 @@ from typing import Any
 import worker_agent
 from coordinator.wire.workers import WeightDigest
 from worker_agent.engines.canary import CANARY, same_log_probs
+from worker_agent.engines.chat import render_chat
 from worker_agent.engines.engine import (
     Completion,
     EngineError,
@@ -121,15 +122,10 @@ class VerlEngine:
     def render(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of `messages` through the model's chat template, generation prompt included.
 
-        Raises `EngineError` if the model has no template.
+        Raises `EngineError` if the model has no template, or one that refuses them.
         """
         self._check_open()
-        if not self._tokenizer.chat_template:
-            raise EngineError("this model has no chat template: send token ids, or serve an instruct model")
-        rendered = self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages], add_generation_prompt=True, return_dict=True
-        )
-        return [int(token) for token in rendered["input_ids"]]
+        return render_chat(self._tokenizer, messages)
 
     def load(self, policy: Policy) -> LoadReport:
         """Send an adapter through verl's weight sync and prove that the server computes with it; see `Engine.load`.

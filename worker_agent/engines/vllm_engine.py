@@ -15,6 +15,7 @@ from typing import Any
 
 from coordinator.wire.workers import WeightDigest
 from worker_agent.engines.canary import CANARY, same_log_probs
+from worker_agent.engines.chat import render_chat
 from worker_agent.engines.engine import (
     Completion,
     EngineError,
@@ -159,6 +160,9 @@ class VllmEngine:
             )
             self._tokenizer: Any = self._llm.get_tokenizer()
             self._base_canary = self._score([CANARY], None)[0]
+        except (ValueError, RuntimeError) as error:  # what it says of its settings, and of a device without room
+            _one_engine.release()
+            raise EngineError(f"vLLM does not start: {' '.join(str(error).split())}") from error
         except BaseException:
             _one_engine.release()
             raise
@@ -166,14 +170,9 @@ class VllmEngine:
     def render(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of `messages` through the model's chat template, generation prompt included.
 
-        Raises `EngineError` if the model has no template.
+        Raises `EngineError` if the model has no template, or one that refuses them.
         """
-        if not self._tokenizer.chat_template:
-            raise EngineError("this model has no chat template: send token ids, or serve an instruct model")
-        rendered = self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages], add_generation_prompt=True, return_dict=True
-        )
-        return [int(token) for token in rendered["input_ids"]]
+        return render_chat(self._tokenizer, messages)
 
     def load(self, policy: Policy) -> LoadReport:
         """Load an adapter and compare what the worker holds with the folder; see `Engine.load`.

@@ -65,9 +65,10 @@ def _listen(host: str, port: int, vitals: Vitals, numbers: CollectorRegistry) ->
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         kind = type("_Server", (_Server,), {"address_family": family, "vitals": vitals, "registry": numbers})
         server: _Server = kind(address[:2], _Handler)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
         raise StatusError(
-            f"metrics: {host}:{port} cannot be had ({error.strerror or error}): give another metrics_port, 0 for a "
+            f"metrics: {host}:{port} cannot be had ({why}): give another metrics_port, 0 for a "
             f"free one, or another metrics_host"
         ) from error
     return server

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from worker_agent.tasks.task import Task, task_of_line
+from worker_agent.tasks.task import Task, TaskError, task_of_line
 
 
 def read_tasks(path: Path) -> Iterator[Task]:
@@ -25,6 +25,10 @@ def _file(lines: TextIO, source: str) -> Iterator[Task]:
 
 
 def _read(lines: TextIO, source: str) -> Iterator[Task]:
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            yield task_of_line(line, f"{source}, line {number}", source)
+    number = 0
+    try:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield task_of_line(line, f"{source}, line {number}", source)
+    except UnicodeDecodeError as error:  # found where a piece of the file is read, which holds several lines
+        raise TaskError(f"{source}, after line {number}: not UTF-8: {error}") from error

@@ -116,7 +116,7 @@ def _asked_seconds(answer: httpx.Response) -> float | None:
     else:
         try:
             until = parsedate_to_datetime(asked)
-        except ValueError:
+        except (ValueError, OverflowError):
             return None
         seconds = (until.replace(tzinfo=until.tzinfo or UTC) - datetime.now(UTC)).total_seconds()
     return min(_LONGEST_ASKED_SECONDS, max(_SHORTEST_ASKED_SECONDS, seconds))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from coordinator.wire.base import Identifier
 
@@ -14,13 +15,21 @@ class TaskError(Exception):
     """Tasks that cannot be had or used; the message names the source and the line."""
 
 
+def _encodable(text: str) -> str:
+    text.encode()  # half a surrogate pair is no text
+    return text
+
+
+Encodable = Annotated[str, AfterValidator(_encodable)]
+
+
 class Message(BaseModel):
     """One turn of a chat."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    role: str
-    content: str
+    role: Encodable
+    content: Encodable
 
 
 class Task(BaseModel):

@@ -28,6 +28,7 @@ def test_group_and_source_follow_from_the_task_and_the_file(tmp_path: Path) -> N
         line(messages=[]),
         line(more=1),
         line(task_id="../x"),
+        pytest.param(line(messages=[{"role": "user", "content": "\ud800"}]), id="half a surrogate pair"),
     ],
 )
 def test_a_line_that_is_no_task_is_named(tmp_path: Path, bad: str) -> None:
@@ -37,6 +38,13 @@ def test_a_line_that_is_no_task_is_named(tmp_path: Path, bad: str) -> None:
     assert next(tasks).task_id == "t1"
     with pytest.raises(TaskError, match=r"sums\.jsonl, line 2"):
         next(tasks)
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "sums.jsonl"
+    path.write_bytes(line().encode() + b"\n\xff\xfe\n")
+    with pytest.raises(TaskError, match=r"sums\.jsonl, after line \d: not UTF-8"):
+        list(read_tasks(path))
 
 
 def test_a_dash_is_stdin(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,12 @@ def test_none_now_is_asked_again_after_the_time_that_was_named(serve: Serve, as_
     assert time.monotonic() - began > 1.5  # above the second that is waited unasked: a lower bound, whatever the load
 
 
+@pytest.mark.parametrize("asked", ["Mon, 01 Jan 99999999999 00:00:00 GMT", "Mon, 01 Jan 2024 00:00:00 +99999999999999"])
+def test_a_time_that_no_clock_has_is_none(serve: Serve, asked: str) -> None:
+    service = serve(Answer(204, headers={"Retry-After": asked}), tasks("a"), GONE)
+    assert [t.task_id for t in everything(service.address)] == ["a"]
+
+
 def test_a_task_that_is_offered_again_is_not_made_twice(serve: Serve) -> None:
     service = serve(tasks("a", "a", "b"), tasks("a", "b"), tasks("b", "c"), GONE)
     assert [t.task_id for t in everything(service.address)] == ["a", "b", "c"]
