@@ -30,6 +30,7 @@ from worker_agent.groups import Ended, Groups, Origin
 from worker_agent.listening import Listener
 from worker_agent.logs import event
 from worker_agent.models import ModelIdentity
+from worker_agent.passing import away, passes
 from worker_agent.serving import Serving
 from worker_agent.settings import WorkerSettings
 from worker_agent.spool import Sender, Spool
@@ -41,6 +42,7 @@ _TURN_SECONDS = 0.2  # how long the engine works between two looks at everything
 _TICKET_PAUSE_SECONDS = 1.0
 _TAKEN_PAUSE_SECONDS = 10.0
 _FAREWELL_SECONDS = 60.0
+_DISK_PAUSE_SECONDS = 1.0
 _ENGINE_FAULTS_IN_A_ROW = 3
 
 
@@ -81,6 +83,10 @@ class Agent:
         self._group_size = 1
         self._tickets_after = 0.0
         self._looked_at = -1
+        self._unkept: list[Ended] = []
+        """What has ended and is not on disk, which was full."""
+        self._keep_after = 0.0
+        self._disk_full = False
 
     def stop(self) -> None:
         """Finish what is being generated, hand it in and leave. May be called by a signal handler."""
@@ -136,7 +142,7 @@ class Agent:
         finished = _Finished(folder / "finished.log")
         finished.add(spool.groups())  # a crash may have come between the one and the other
         tasks = TaskQueue(
-            (task for task in self._tasks if task.group_id not in finished),
+            _once(self._tasks, finished),
             ahead=2 * self._settings.groups_at_once,
         )
         listener = self._listener
@@ -145,8 +151,6 @@ class Agent:
         serving = Serving(self._run, self._worker, self._engine, cache, groups.quiet, listener.wake, self._vitals)
         listener.start(heartbeat_seconds, view.settings.longest_wait_seconds)
         sender.start()
-        ended: list[Ended] = []
-        hand_in_at = 0.0
         try:
             while True:
                 watch = listener.newest()
@@ -158,20 +162,19 @@ class Agent:
                 if self._stopping.is_set():
                     if policy is None or not groups:  # what cannot go on now the next life makes anew
                         break
-                elif watch is not None and policy is not None:
-                    if tasks.ended and not groups:
+                elif watch is not None and policy is not None and not self._disk_full:
+                    if tasks.ended and not groups and not self._unkept:
                         event("tasks_ended")
                         break
                     self._start_groups(policy, watch, serving, groups, tasks, finished)
                 self._vitals.groups_in_flight = len(groups)
                 with self._using_engine():
-                    ended += groups.ended(_TURN_SECONDS)
-                if ended and (time.monotonic() >= hand_in_at or not groups.in_flight):
-                    self._hand_in(ended, spool, sender, finished)
-                    ended = []
-                    hand_in_at = time.monotonic() + _TURN_SECONDS  # a batch and its wait for the disk, no more often
-                elif not groups.in_flight:
+                    ended = groups.ended(_TURN_SECONDS)
+                self._unkept += ended
+                self._hand_in(groups, spool, sender, finished)
+                if not groups.in_flight and not ended:
                     listener.wait(-1 if watch is None else watch.event_no, _IDLE_SECONDS)
+            self._keep(spool, sender, finished)  # the last try: what a full disk does not take is made again
             self._leave(sender)
         finally:
             listener.stop()
@@ -217,7 +220,9 @@ class Agent:
                 if self._fenced():
                     serving.confirm_again()
                 self._looked_at = watch.event_no
-        except Unreachable as error:
+        except CoordinatorError as error:
+            if not passes(error):
+                raise
             event("coordinator_unreachable", level=logging.WARNING, error=str(error))
             self._tickets_after = time.monotonic() + _TICKET_PAUSE_SECONDS
             return
@@ -227,8 +232,27 @@ class Agent:
                     groups.start(policy, task)
                 tasks.done(granted)
 
-    def _hand_in(self, ended: Sequence[Ended], spool: Spool, sender: Sender, finished: _Finished) -> None:
+    def _hand_in(self, groups: Groups, spool: Spool, sender: Sender, finished: _Finished) -> None:
+        """Put on disk what has ended, in batches; a disk that is full is asked again, and nothing new is begun
+        meanwhile."""
+        now = time.monotonic()
+        is_due = now >= self._keep_after or (not groups.in_flight and not self._disk_full)
+        if not self._unkept or not is_due:
+            return
+        try:
+            self._keep(spool, sender, finished)
+        except OSError as error:
+            event("spool_not_written", level=logging.ERROR, groups=len(self._unkept), error=str(error))
+            self._disk_full, self._keep_after = True, now + _DISK_PAUSE_SECONDS
+        else:
+            self._disk_full, self._keep_after = False, now + _TURN_SECONDS
+
+    def _keep(self, spool: Spool, sender: Sender, finished: _Finished) -> None:
+        ended = self._unkept
         rollouts = [rollout for group in ended for rollout in group.rollouts]
+        if rollouts:
+            spool.add(rollouts)
+        self._unkept = []
         if rollouts:
             event(
                 "generated",
@@ -236,15 +260,20 @@ class Agent:
                 groups=sum(1 for group in ended if group.error is None),
                 rollouts=len(rollouts),
             )
-            spool.add(rollouts)
             sender.wake()
             self._engine_faults = 0
             self._vitals.engine_up = True
             self._vitals.generated(rollouts)
         finished.add(group.task.group_id for group in ended)
-        for group in ended:
-            if group.error is not None:
-                self._task_failed(group.task, group.error)
+        failed = [(group.task, group.error) for group in ended if group.error is not None]
+        for task, error in failed:
+            self._task_failed(task, error)
+        if failed and self._engine_faults >= _ENGINE_FAULTS_IN_A_ROW:  # once every one of them was reported
+            task, error = failed[-1]
+            raise AgentError(
+                f"the engine failed {self._engine_faults} tasks in a row, last {task.task_id}: {error}; "
+                f"look at the engine, then start this worker again"
+            ) from error
 
     def _awake(self) -> bool:
         """Whether the engine may be used; it has its memory then. Holds only as long as it is in use."""
@@ -263,7 +292,9 @@ class Agent:
                 contract = generation_contract(self._engine, self._model, sampling)
                 check_contract(self._run, view, contract, self._model)
                 worker = self._worker.register(self._engine.name, self._engine.version)
-            except Unreachable as error:
+            except CoordinatorError as error:
+                if not away(error):  # somebody else's answer means a wrong address, before the first of the right one
+                    raise
                 event("coordinator_unreachable", level=logging.WARNING, error=str(error))
                 self._vitals.turned(None)
                 self._stopping.wait(_IDLE_SECONDS)
@@ -333,18 +364,12 @@ class Agent:
             event("failure_not_reported", level=logging.WARNING, group_id=task.group_id, error=str(fault))
         self._engine_faults += 1
         self._vitals.engine_up = False
-        if self._engine_faults >= _ENGINE_FAULTS_IN_A_ROW:
-            raise AgentError(
-                f"the engine failed {self._engine_faults} tasks in a row, last {task.task_id}: {error}; "
-                f"look at the engine, then start this worker again"
-            ) from error
 
     def _leave(self, sender: Sender) -> None:
         """Drain, hand in what is left, deregister. A coordinator that is away is left to find out by
         itself."""
         try:
-            self._worker.drain()
-            event("draining")
+            self._drain()
             emptied = sender.finish(_FAREWELL_SECONDS)
             if not emptied:
                 event("spool_kept", level=logging.WARNING, detail="sent when this worker starts again")
@@ -353,28 +378,57 @@ class Agent:
         except CoordinatorError as error:
             event("left_without_goodbye", level=logging.WARNING, error=str(error))
 
+    def _drain(self) -> None:
+        try:
+            self._worker.drain()
+        except CoordinatorError as error:
+            if isinstance(error, Unreachable) or not passes(error):
+                raise
+            event("not_drained", level=logging.WARNING, error=str(error))
+        else:
+            event("draining")
+
+
+def _once(tasks: Iterable[Task], finished: _Finished) -> Iterator[Task]:
+    """Each group once, and none that is finished: two of one name could not be told apart."""
+    seen: set[str] = set()
+    for task in tasks:
+        if task.group_id not in seen and task.group_id not in finished:
+            seen.add(task.group_id)
+            yield task
+
 
 class _Finished:
     """The groups that were generated, so that a restart with the same tasks goes on where it stopped."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        lines = path.read_text(encoding="utf-8").split("\n") if path.is_file() else []
-        # The last piece has no newline after it: empty, or torn by a crash.
-        self._groups = set(lines[:-1])
-        if lines and lines[-1]:
-            path.write_text("".join(f"{line}\n" for line in lines[:-1]), encoding="utf-8")
+        content = path.read_bytes() if path.is_file() else b""
+        # What has no newline after it was torn by a crash or a full disk.
+        self._size = content.rfind(b"\n") + 1
+        self._groups = set(content[: self._size].decode(errors="replace").split("\n")[:-1])
+        self._unwritten: list[str] = []
 
     def __contains__(self, group_id: str) -> bool:
         return group_id in self._groups
 
     def add(self, group_ids: Iterable[str]) -> None:
-        """Remember these groups; on disk when this returns."""
+        """Remember these groups; on disk when this returns, or with the next ones if the disk does not take them now:
+        what was handed in, the coordinator knows as well."""
         new = [group_id for group_id in group_ids if group_id not in self._groups]
-        if not new:
-            return
         self._groups.update(new)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.writelines(f"{group_id}\n" for group_id in new)
-            file.flush()
-            os.fsync(file.fileno())
+        self._unwritten += new
+        if not self._unwritten:
+            return
+        lines = "".join(f"{group_id}\n" for group_id in self._unwritten).encode()
+        try:
+            with self._path.open("ab") as file:
+                file.truncate(self._size)
+                file.write(lines)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            event("finished_not_written", level=logging.ERROR, groups=len(self._unwritten), error=str(error))
+            return
+        self._size += len(lines)
+        self._unwritten = []

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from coordinator.client import CoordinatorError, Refused, Run, Worker
 from coordinator.wire.policies import Watch
 from worker_agent.logs import event
+from worker_agent.passing import is_foreign
 from worker_agent.status.vitals import Vitals
 
 _POLL_SECONDS = 10.0
@@ -105,7 +106,7 @@ class Listener:
             except CoordinatorError as error:
                 if self._stopping.is_set():
                     return
-                if isinstance(error, Refused) and error.status in _FINAL:
+                if isinstance(error, Refused) and error.status in _FINAL and not is_foreign(error):
                     event(f"{name}_refused", level=logging.ERROR, error=str(error))
                     with self._changed:
                         self._final = error

@@ -11,11 +11,12 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Literal
 
-from coordinator.client import ArtifactCorrupt, CoordinatorError, Refused, Run, Unreachable, Worker
+from coordinator.client import ArtifactCorrupt, CoordinatorError, Refused, Run, Worker
 from coordinator.wire.policies import PolicyRef, PolicyView, Watch
 from worker_agent.artifacts import ArtifactCache
 from worker_agent.engines.engine import Engine, EngineError, Policy
 from worker_agent.logs import event
+from worker_agent.passing import passes
 from worker_agent.status.vitals import Vitals
 
 _FIRST_PAUSE_SECONDS = 1.0
@@ -121,7 +122,9 @@ class Serving:
             verdict = self._worker.ack(
                 ref.version, ref.artifact_hash, digest=report.digest, caches_reset=report.caches_reset
             )
-        except Unreachable as error:
+        except CoordinatorError as error:
+            if not passes(error):
+                raise
             self._later(ref, "coordinator_unreachable", error)
             return
         if verdict.matching:
@@ -189,7 +192,9 @@ class Serving:
         self._later(ref, f"policy_{stage}_failed", error)
         try:
             self._worker.fail(ref.version, stage, str(error))
-        except Unreachable as unheard:
+        except CoordinatorError as unheard:
+            if not passes(unheard):
+                raise
             event("failure_not_told", level=logging.WARNING, version=ref.version, stage=stage, error=str(unheard))
 
     def _later(self, ref: PolicyRef, name: str, error: Exception) -> None:

@@ -26,6 +26,10 @@ _UNFIT = frozenset({413, 415, 422})
 _LONGEST_PAUSE_SECONDS = 10.0
 
 
+class BatchUnreadable(Exception):
+    """A file in the spool that is no batch, or no whole one."""
+
+
 class Spool:
     """Batches in the order they were made, each an Arrow IPC stream as it will be sent. One sender at a
     time."""
@@ -43,7 +47,7 @@ class Spool:
         self._number = max((int(path.stem.partition("-")[0]) for path in known), default=0)
 
     def add(self, rollouts: Sequence[Rollout]) -> Path:
-        """Write a batch; it is on disk when this returns."""
+        """Write a batch; it is on disk when this returns. Raises OSError where the disk does not take it."""
         self._number += 1
         path = self._pending / f"{self._number:016d}.arrow"
         _write(path, encode_rollouts(rollout_columns(rollouts)))
@@ -54,7 +58,7 @@ class Spool:
         """The groups of what waits. A batch that cannot be read has none: `send_first` puts it aside."""
         groups: set[str] = set()
         for path in self.pending():
-            with contextlib.suppress(pa.ArrowException):
+            with contextlib.suppress(BatchUnreadable):
                 groups.update(_read(path.read_bytes()).column("group_id").to_pylist())
         return groups
 
@@ -75,7 +79,7 @@ class Spool:
         batch = pending[0]
         try:
             table = _read(batch.read_bytes())
-        except pa.ArrowException as error:
+        except BatchUnreadable as error:
             event("spooled_batch_unreadable", level=logging.ERROR, batch=batch.name, error=str(error))
             batch.rename(self._rejected / batch.name)
             return True
@@ -160,11 +164,15 @@ class Sender:
                 if not self._spool.send_first(self._run):
                     self._work.wait()
                     self._work.clear()
-                pause = 0.2
             except CoordinatorError as error:
                 event("batch_waits", level=logging.WARNING, pending=len(self._spool.pending()), error=str(error))
-                self._stopping.wait(pause)
-                pause = min(_LONGEST_PAUSE_SECONDS, pause * 2)
+            except OSError as error:  # a disk that is full, where something is put aside
+                event("spool_fault", level=logging.ERROR, pending=len(self._spool.pending()), error=str(error))
+            else:
+                pause = 0.2
+                continue
+            self._stopping.wait(pause)
+            pause = min(_LONGEST_PAUSE_SECONDS, pause * 2)
 
 
 def _plain(verdict: dict[str, object]) -> dict[str, object]:
@@ -172,8 +180,15 @@ def _plain(verdict: dict[str, object]) -> dict[str, object]:
 
 
 def _read(stream: bytes) -> pa.Table:
-    with pa.ipc.open_stream(io.BytesIO(stream)) as reader:
-        return reader.read_all()
+    try:
+        with pa.ipc.open_stream(io.BytesIO(stream)) as reader:
+            table = reader.read_all()
+        table.validate(full=True)
+        if missing := {"group_id", "rollout_id"} - set(table.column_names):
+            raise BatchUnreadable(f"no column {', '.join(sorted(missing))}")
+    except (pa.ArrowException, OSError) as error:  # pyarrow has OSError for a stream that ends too early
+        raise BatchUnreadable(str(error)) from error
+    return table
 
 
 def _stream(table: pa.Table) -> bytes:
@@ -186,11 +201,15 @@ def _stream(table: pa.Table) -> bytes:
 def _write(path: Path, content: bytes) -> None:
     """Write a file whole or not at all, and wait until it is on disk."""
     part = path.with_suffix(".part")
-    with part.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    part.rename(path)
+    try:
+        with part.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.rename(path)
+    except OSError:
+        part.unlink(missing_ok=True)  # a disk that is full needs the room
+        raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 
@@ -31,6 +32,8 @@ class Relay:
         """When each request arrived, by the monotonic clock."""
         self.hold: str | None = None
         """Requests to paths that end so are passed on, and their answers held until `let_go` is set."""
+        self.instead: Callable[[str, str], tuple[int, bytes] | None] = lambda method, path: None
+        """A status and a body that a proxy answers itself to a method and a path; None: the request is passed on."""
         self.held = threading.Event()
         """Set once an answer is held, that is, once the coordinator has done what was asked."""
         self.let_go = threading.Event()
@@ -45,6 +48,8 @@ class Relay:
                 if relay.full_for > 0:
                     relay.full_for -= 1
                     return self._answer(429, json.dumps(FULL).encode(), "application/problem+json")
+                if (own := relay.instead(self.command, self.path)) is not None:
+                    return self._answer(*own, "text/html")
                 headers = {n: v for n, v in self.headers.items() if n.lower() not in ("host", "connection")}
                 passed = httpx.request(
                     self.command, target + self.path, content=body, headers=headers, timeout=60, trust_env=False

@@ -10,6 +10,7 @@ from typing import Any
 from coordinator.client import Coordinator, Run
 from coordinator.wire.policies import BaseModelIdentity
 from coordinator.wire.runs import CreateRun, FirstPolicy, RunSettings
+from tests.client.relay import Relay
 from tests.client.server_process import ServerProcess
 from worker_agent.agent import Agent
 from worker_agent.contract import generation_contract
@@ -56,7 +57,13 @@ class Working:
     """An agent at work on a thread, with tasks that come one by one. The token is the worker's own."""
 
     def __init__(
-        self, coordinator: Coordinator, server: ServerProcess, engine: Any, model: Path, data: Path, **settings: Any
+        self,
+        coordinator: Coordinator,
+        server: ServerProcess | Relay,
+        engine: Any,
+        model: Path,
+        data: Path,
+        **settings: Any,
     ) -> None:
         token = coordinator.create_token(f"w1-{time.monotonic_ns()}", "worker", run_id="run", worker_id="w1")
         self._own = Coordinator(server.url, token.token, retry_seconds=0.5)
@@ -88,6 +95,11 @@ class Working:
     def give(self, *tasks: str | Task) -> None:
         for given in tasks:
             self._tasks.put(task(given) if isinstance(given, str) else given)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended with an error, which leaving raises."""
+        return bool(self._error)
 
     def spooled(self) -> list[Path]:
         return sorted((self.folder / "spool").glob("*.arrow"))
