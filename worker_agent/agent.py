@@ -102,14 +102,14 @@ class Agent:
         """
         self._listener.asleep(seconds)
         event("asleep", seconds=seconds)
-        with self._engine_in_use:
+        with self._using_engine():
             if self._groups is not None:
                 self._groups.quiet()
             self._engine.release()
 
     def awake(self) -> None:
         """The engine takes its GPU back, before the time that `asleep` named. Raises `EngineError` if it cannot."""
-        with self._engine_in_use:
+        with self._using_engine():
             self._engine.resume()
         self._listener.awake()
         event("awake")

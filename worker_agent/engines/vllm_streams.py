@@ -117,8 +117,10 @@ class _Received:
             return
         event = json.loads(data)
         if "error" in event:
-            did = "refused the request" if int(event["error"].get("code") or 500) < 500 else "broke a completion off"
-            self.error = EngineError(f"vLLM {did}: {event['error']}")
+            error = event["error"]
+            code = error.get("code") if isinstance(error, dict) else None
+            did = "refused the request" if isinstance(code, int) and code < 500 else "broke a completion off"
+            self.error = EngineError(f"vLLM {did}: {error}")
             return
         for choice in event["choices"]:
             prompt = choice.get("prompt_token_ids")
