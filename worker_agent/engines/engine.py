@@ -201,11 +201,6 @@ def folder_of(policy: Policy, kinds: Sequence[str]) -> Path | None:
     )
 
 
-def requests_in_flight(count: int) -> EngineError:
-    """For what an engine does only when it is idle."""
-    return EngineError(f"{count} requests are in flight: let them finish, or interrupt them first")
-
-
 def check_lengths(sequences: Sequence[Sequence[int]], longest: int) -> None:
     """Raises `EngineError` naming the first sequence that is empty or has more than `longest` tokens."""
     for index, tokens in enumerate(sequences):

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coordinator.wire.workers import WeightDigest
+from worker_agent.engines.availability import Availability
 from worker_agent.engines.chat import render_chat
 from worker_agent.engines.engine import (
     Completion,
@@ -28,7 +29,6 @@ from worker_agent.engines.engine import (
     Sampling,
     check_lengths,
     folder_of,
-    requests_in_flight,
 )
 from worker_agent.engines.lora_digest import (
     ADAPTER_WEIGHTS,
@@ -53,7 +53,7 @@ class _Decoding:
         self.log_probs: list[float] = []
 
 
-class TransformersEngine:
+class TransformersEngine(Availability):
     """An `Engine` on transformers and peft.
 
     `model` is a model folder, `dtype` a torch dtype's name, `max_model_len` the longest prompt with its completion in
@@ -72,7 +72,6 @@ class TransformersEngine:
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._max_model_len = max_model_len
         self._lock = threading.RLock()
-        self._closed = self._released = False
         self._tokenizer: Any = AutoTokenizer.from_pretrained(model, local_files_only=True)
         self._base: Any = self._read(model)
         self._base_digest = tensors_digest(_weights(self._base))
@@ -330,17 +329,6 @@ class TransformersEngine:
         ids = torch.tensor([list(tokens)], device=self._device)
         log_probs = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0].float(), dim=-1)
         return [0.0, *log_probs[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist()]
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineError("this engine was closed: start another")
-        if self._released:
-            raise EngineError("this engine gave its memory away: resume it first")
-
-    def _check_idle(self) -> None:
-        self._check_open()
-        if self._in_flight:
-            raise requests_in_flight(len(self._in_flight))
 
     def _check_tokens(self, sequences: Sequence[Sequence[int]]) -> None:
         size = self._base.get_input_embeddings().num_embeddings

@@ -20,6 +20,7 @@ from typing import Any
 
 import worker_agent
 from coordinator.wire.workers import WeightDigest
+from worker_agent.engines.availability import Availability
 from worker_agent.engines.canary import CANARY, same_log_probs
 from worker_agent.engines.chat import render_chat
 from worker_agent.engines.engine import (
@@ -31,7 +32,6 @@ from worker_agent.engines.engine import (
     Sampling,
     check_lengths,
     folder_of,
-    requests_in_flight,
 )
 from worker_agent.engines.local_ray import LocalRay
 from worker_agent.engines.lora_digest import (
@@ -70,7 +70,7 @@ class _Asked:
     stop: tuple[str, ...]
 
 
-class VerlEngine:
+class VerlEngine(Availability):
     """An `Engine` on verl's `vLLMHttpServer`, loaded through its `ServerAdapter`.
 
     `model` is a model folder, `log` the file for the server's output, `dtype` a torch dtype's name, `max_model_len` the
@@ -110,7 +110,6 @@ class VerlEngine:
         self._adapters: dict[tuple[str, int, str], _Adapter] = {}
         self._served: tuple[str, int, str] | None = None  # whose adapter is in the server
         self._in_flight: dict[Any, _Asked] = {}  # by Ray's reference to the answer
-        self._closed = self._released = False
         self._server: Any = None
         self._ray = LocalRay()
         try:
@@ -561,17 +560,6 @@ class VerlEngine:
         if isinstance(error, GetTimeoutError):
             return EngineError(f"verl's server does not answer: restart the engine, see {self._log}")
         return EngineError(f"verl's server refused: {getattr(error, 'cause', error)!r} (its log: {self._log})")
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineError("this engine was closed: start another")
-        if self._released:
-            raise EngineError("this engine gave its memory away: resume it first")
-
-    def _check_idle(self) -> None:
-        self._check_open()
-        if self._in_flight:
-            raise requests_in_flight(len(self._in_flight))
 
 
 def _adapter_id() -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.wire.workers import WeightDigest
+from worker_agent.engines.availability import Availability
 from worker_agent.engines.canary import CANARY, same_log_probs
 from worker_agent.engines.chat import render_chat
 from worker_agent.engines.engine import (
@@ -25,7 +26,6 @@ from worker_agent.engines.engine import (
     Sampling,
     check_lengths,
     folder_of,
-    requests_in_flight,
 )
 from worker_agent.engines.lora_digest import (
     ADAPTER_CONFIG,
@@ -79,7 +79,7 @@ class _Streamed:
         return Completion(self._tokens, self._log_probs, self._finish_reason, "".join(self._text))
 
 
-class VllmEngine:
+class VllmEngine(Availability):
     """An `Engine` on `vllm.LLM`.
 
     `model` is a model folder, `dtype` a torch dtype's name, `max_model_len` the longest prompt with its
@@ -126,8 +126,6 @@ class VllmEngine:
         self._adapters: dict[tuple[str, int, str], Any] = {}  # LoRARequests, in the order of loading
         self._last_used: tuple[str, int, str] | None = None
         self._in_flight: dict[str, _Streamed] = {}
-        self._closed = False
-        self._released = False
         self._releasable = releasable or self._on_cpu
         on_gpu: dict[str, Any] = {}
         if not self._on_cpu:
@@ -375,17 +373,6 @@ class VllmEngine:
         if policy.key not in self._adapters:
             raise EngineError(f"policy version {policy.version} ({policy.artifact_hash}) is not loaded: load it first")
         return self._adapters[policy.key]
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineError("this engine was closed: start another")
-        if self._released:
-            raise EngineError("this engine gave its memory away: resume it first")
-
-    def _check_idle(self) -> None:
-        self._check_open()
-        if self._in_flight:
-            raise requests_in_flight(len(self._in_flight))
 
     def _abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:

@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 
 from coordinator.wire.workers import WeightDigest
+from worker_agent.engines.availability import Availability
 from worker_agent.engines.canary import CANARY, same_log_probs
 from worker_agent.engines.engine import (
     Completion,
@@ -31,7 +32,6 @@ from worker_agent.engines.engine import (
     Sampling,
     check_lengths,
     folder_of,
-    requests_in_flight,
 )
 from worker_agent.engines.lora_digest import AdapterError, check_adapter, digest_of_folder, is_zero, lora_layout
 from worker_agent.engines.vllm_engine import MAX_ADAPTERS, server_start
@@ -65,7 +65,7 @@ class _Adapter:
     canary: list[float]
 
 
-class VllmServerEngine:
+class VllmServerEngine(Availability):
     """An `Engine` on a vLLM server.
 
     With `url` the server that runs there is used; it must serve the weights of `model` and read adapter folders under
@@ -93,7 +93,6 @@ class VllmServerEngine:
         self._lock = threading.RLock()
         self._adapters: dict[tuple[str, int, str], _Adapter] = {}  # in the order of loading
         self._last_used: tuple[str, int, str] | None = None
-        self._closed = self._released = False
         self._process: VllmProcess | None = None
         self._lora = (tuple(lora_target_modules), max_lora_rank) if url is None else None  # else the server knows
         if self._lora is not None:
@@ -104,7 +103,7 @@ class VllmServerEngine:
         limits = httpx.Limits(max_connections=max_num_seqs, max_keepalive_connections=0)
         self._http = httpx.Client(base_url=url, timeout=_REQUEST_SECONDS, limits=limits, trust_env=False)
         self._requests = ThreadPoolExecutor(max_num_seqs, thread_name_prefix="vllm-request")
-        self._streams = Streams(url, _REQUEST_SECONDS)
+        self._in_flight: Streams = Streams(url, _REQUEST_SECONDS)
         try:
             self._negotiate(dtype)
         except (KeyError, StopIteration, TypeError, ValueError) as error:
@@ -164,7 +163,7 @@ class VllmServerEngine:
             check_lengths([request.token_ids for request in requests], self._max_model_len - 1)
             self._last_used = policy.key
             for request in requests:
-                self._streams.begin(
+                self._in_flight.begin(
                     request.request_id,
                     _completion_request(served, request.token_ids) | {
                         "stream": True,
@@ -182,11 +181,11 @@ class VllmServerEngine:
 
     def finished(self, wait_seconds: float) -> dict[str, Completion | EngineError]:
         """See `Engine.finished`; the server works on in between."""
-        return self._streams.finished(wait_seconds)
+        return self._in_flight.finished(wait_seconds)
 
     def interrupt(self) -> dict[str, Completion | EngineError]:
         """See `Engine.interrupt`."""
-        return self._streams.interrupt()
+        return self._in_flight.interrupt()
 
     def score(self, policy: Policy, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs of given tokens under `policy`; see `Engine.score`.
@@ -241,7 +240,7 @@ class VllmServerEngine:
             if self._closed:
                 return
             self._closed = True
-            self._streams.interrupt()
+            self._in_flight.interrupt()
             try:
                 if self._process is None:
                     self._wake_for_others()
@@ -250,7 +249,7 @@ class VllmServerEngine:
             except EngineError as error:  # the server has gone, and they with it
                 event("adapters_left_behind", url=self.url, error=str(error))
             finally:
-                self._streams.close()
+                self._in_flight.close()
                 self._requests.shutdown()
                 self._http.close()
                 if self._process is not None:
@@ -447,17 +446,6 @@ class VllmServerEngine:
             return read(choice)
 
         return list(self._requests.map(one, bodies))
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineError("this engine was closed: start another")
-        if self._released:
-            raise EngineError("this engine gave its memory away: resume it first")
-
-    def _check_idle(self) -> None:
-        self._check_open()
-        if len(self._streams):
-            raise requests_in_flight(len(self._streams))
 
     def _get(self, path: str) -> Any:
         return self._answer(path, self._call("GET", path))
