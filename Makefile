@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test bench lint format clean
+.PHONY: help setup programs demo test bench lint format clean
 
 help:
 	@echo "make demo     two vLLM workers, a verl trainer and the coordinator, on this machine's CPU"
@@ -20,10 +20,13 @@ setup:
 	@command -v $(PYTHON) >/dev/null || { echo "setup: $(PYTHON) was not found: install Python 3.11, or name one with make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(PYTHON) requirements/install.py
 
+programs: setup
+	@$(PYTHON) requirements/programs.py
+
 demo: setup
 	@$(BIN)/coordinator demo $(if $(filter-out 0,$(KEEP)),--keep)
 
-test: lint
+test: programs lint
 	@$(BIN)/python -m pytest --numprocesses=2 --dist=loadgroup tests
 
 bench: setup
