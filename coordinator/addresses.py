@@ -67,4 +67,8 @@ AfterNumber = Annotated[int, Query(ge=0, le=2**53, description="continue after t
 AfterText = Annotated[
     str, Query(max_length=300, pattern=r"^[^\x00]*$", description="next_after of the answer to be continued")
 ]
+AfterUpdate = Annotated[
+    str | None,
+    Query(min_length=1, max_length=200, pattern=_IDENTIFIER, description="next_after of the answer to be continued"),
+]
 Limit = Annotated[int, Query(ge=1, le=1000, description="how many at most")]

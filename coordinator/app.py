@@ -17,6 +17,7 @@ from coordinator.diagnosis import router as diagnosis
 from coordinator.errors import refusals
 from coordinator.openapi import document, page
 from coordinator.operations.access import still_valid
+from coordinator.operations.token_uses import TokenUses
 from coordinator.policies import reading
 from coordinator.policies.endpoints import router as policies
 from coordinator.policies.file_endpoints import router as files
@@ -59,6 +60,7 @@ def create_app(
     """
     store, changes = ArtifactStore(artifacts), Changes()
     locations = Locations.parse(artifact_uris)
+    uses = TokenUses(database)
     verifier = Verifier(database, changes, store, locations)
 
     async def watch(run_id: str) -> Watch:
@@ -68,7 +70,9 @@ def create_app(
         return await database.read(entries_after, run_id, after, limit)
 
     async def valid(token_ids: Collection[str]) -> frozenset[str]:
-        return await database.read(still_valid, token_ids)
+        found = await database.read(still_valid, token_ids)
+        uses.note(found)
+        return found
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -78,7 +82,7 @@ def create_app(
         app.state.feeds = Feeds(changes, entries, valid)
         tasks = [
             asyncio.create_task(work)
-            for work in (clocks.run(database, changes, store, verifier), Notices(database, changes).run())
+            for work in (clocks.run(database, changes, store, verifier), Notices(database, changes).run(), uses.run())
         ]
         try:
             yield
@@ -107,6 +111,7 @@ def create_app(
     app.state.artifacts = store
     app.state.locations = locations
     app.state.verifier = verifier
+    app.state.token_uses = uses
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
     errors.install(app)
     for router in (runs, workers, policies, files, rollouts, updates, line, rewinds, watching, diagnosis, tokens):

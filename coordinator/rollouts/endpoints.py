@@ -39,6 +39,7 @@ from coordinator.wire.rollouts import (
     EvidenceAnswer,
     EvidenceRequest,
     GenerationFailureBatch,
+    Quarantine,
     Release,
     ReleaseAnswer,
     Rescore,
@@ -118,6 +119,12 @@ async def report_generation_failures(
     answer = await database.transaction(failures.take_failures, run_id, body, caller)
     changes.announce(run_id)
     return answer
+
+
+@router.get("/quarantine", responses=refusals("run_unknown"))
+async def list_quarantine(run_id: RunId, caller: Anyone, database: DatabaseHere, limit: Limit = 100) -> Quarantine:
+    """Count what is in quarantine, by reason and by the update that put it there, the latest first."""
+    return await database.transaction(quarantine.list_quarantine, run_id, limit)
 
 
 @router.post("/rollouts/release", responses=refusals("run_unknown", "update_unknown"))

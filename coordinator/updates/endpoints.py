@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Annotated
 
-from fastapi import APIRouter, Request, Response, status
+from fastapi import APIRouter, Query, Request, Response, status
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
-from coordinator.addresses import HashFilter, IdFilter, Limit, RunId, UpdateId, VersionFilter
+from coordinator.addresses import AfterUpdate, HashFilter, IdFilter, Limit, RunId, UpdateId, VersionFilter
 from coordinator.body import read_body
 from coordinator.errors import Refusal, refusals
 from coordinator.media import AGAIN, arrow_answer, json_or_arrow
@@ -39,6 +40,7 @@ from coordinator.wire.updates import (
     ReserveItem,
     ReserveRequest,
     UpdateList,
+    UpdateState,
     UpdateView,
 )
 
@@ -72,10 +74,20 @@ async def _tidy(database: Database, run_id: str) -> None:
         await database.transaction(service.expire_due, run_id)
 
 
-@router.get("", responses=refusals("run_unknown"))
-async def list_updates(run_id: RunId, caller: Anyone, database: DatabaseHere, limit: Limit = 1000) -> UpdateList:
-    """List the run's updates, oldest first."""
-    return await database.transaction(service.list_updates, run_id, limit)
+@router.get("", responses=refusals("run_unknown", "update_unknown"))
+async def list_updates(
+    run_id: RunId,
+    caller: Anyone,
+    database: DatabaseHere,
+    state: Annotated[UpdateState | None, Query(description="in this state")] = None,
+    newest_first: Annotated[bool, Query(description="true: the one that was opened last comes first")] = False,
+    after: AfterUpdate = None,
+    limit: Limit = 1000,
+) -> UpdateList:
+    """List the run's updates in the order of their opening, oldest or newest first."""
+    return await database.transaction(
+        service.list_updates, run_id, after, limit, state=state, newest_first=newest_first
+    )
 
 
 @router.put(
