@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup programs demo test bench lint format clean
+.PHONY: help setup programs demo test bench lint format api-compat clean
 
 help:
 	@echo "make demo     two vLLM workers, a verl trainer and the coordinator, on this machine's CPU"
@@ -12,6 +12,7 @@ help:
 	@echo "make setup    the environment in .venv (demo and test do this themselves)"
 	@echo "make lint     ruff, mypy and import-linter alone"
 	@echo "make format   let ruff format and fix the code"
+	@echo "make api-compat BASE=main   what the API's changes since that commit mean for its clients"
 	@echo "make clean    remove .venv, caches and build output"
 	@echo ""
 	@echo "make demo KEEP=1 leaves the coordinator running afterwards; PYTHON=... names another Python 3.11"
@@ -41,6 +42,10 @@ lint: setup
 format: setup
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+BASE ?= HEAD
+api-compat: setup
+	@git show $(BASE):docs/openapi.json | $(BIN)/python -m coordinator.openapi.compatibility /dev/stdin docs/openapi.json
 
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

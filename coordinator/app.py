@@ -46,8 +46,12 @@ The coordinator keeps every trajectory of online RL post-training with its whole
 only when it is fresh, binds it to exactly one update, and switches the active policy only when every required
 worker has confirmed the same version and hash.
 
-Every call that changes something may be sent again. Every refusal is an `application/problem+json` document with a
-stable `code` and a `next_step`.
+Every call that changes something may be sent again; each says what it answers then. Every refusal is an
+`application/problem+json` document with a stable `code` and a `next_step`. Fields and values may be added to answers:
+pass over those that you do not know.
+
+The operation ids are verb and noun in snake case, the names of methods for a generated client: `submit_rollouts`, or
+`submitRollouts` where that is the custom. The examples of all calls tell one story, in the order of their numbers.
 """
 
 
@@ -119,12 +123,18 @@ def create_app(
 
     @app.get("/healthz", tags=["health"])
     async def healthz() -> dict[str, str]:
-        """Say whether the process answers at all."""
+        """Say whether the process answers at all.
+
+        For a liveness probe: it touches no database.
+        """
         return {"status": "ok"}
 
     @app.get("/readyz", tags=["health"], responses=refusals("internal_error", "unavailable", among=()))
     async def readyz(request: Request) -> dict[str, str]:
-        """Say whether the database answers too."""
+        """Say whether the database answers too.
+
+        For a readiness probe, and for a proxy that chooses among replicas: 503 while the database is away.
+        """
         async with database.engine.connect() as connection:
             await connection.execute(text("SELECT 1"))
         return {"status": "ready"}

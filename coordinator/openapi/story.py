@@ -247,7 +247,7 @@ STORY: tuple[Step, ...] = (
     Step("list_rollouts", "What is rewarded", "viewer", _IN_RUN, {"state": "rewarded", "limit": 100}),
     Step("get_rollout", "One of them", "viewer", {"run_id": RUN, "rollout_id": FIRST}),
     Step("get_evidence", "Its tokens", "viewer", {"run_id": RUN, "rollout_id": FIRST}),
-    Step("read_many", "The tokens of both", "viewer", _IN_RUN, body={"rollout_ids": [FIRST, SECOND]}),
+    Step("read_evidence", "The tokens of both", "viewer", _IN_RUN, body={"rollout_ids": [FIRST, SECOND]}),
     Step("count_rollouts", "How many are where", "viewer", _IN_RUN),
     Step("get_diagnosis", "What training waits for", "viewer", _IN_RUN),
     # The trainer takes one step with them.

@@ -25,7 +25,14 @@ from coordinator.wire.tokens import Role
 PREFIX = "rct"
 ALL_ROLES: tuple[Role, ...] = ("admin", "trainer", "worker", "reward", "viewer")
 
-_bearer = HTTPBearer(auto_error=False, description="A token from `coordinator token create`.")
+_bearer = HTTPBearer(
+    auto_error=False,
+    bearerFormat=f"{PREFIX}_<token id>_<secret>",
+    description="Send `Authorization: Bearer <token>` with a token from `coordinator token create` or from "
+    "`POST /v1/tokens`. It has one role, may be bound to a run and, a worker's, to its worker id, and may expire; "
+    "`x-roles` of each call says which roles it lets pass. 401: the token is missing, unknown, expired or revoked. "
+    "403: it may not do that.",
+)
 
 
 @dataclass(frozen=True)
