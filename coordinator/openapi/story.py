@@ -275,7 +275,14 @@ STORY: tuple[Step, ...] = (
     Step("renew_update", "The step takes a while", "trainer", _STEP_1, body=_OWNER),
     Step("commit_update", "The step is done", "trainer", _STEP_1, body=_OWNER | {"after_commit_no": 0}),
     Step("get_update", "The update afterwards", "viewer", _STEP_1),
-    Step("list_updates", "The updates of the run", "viewer", _IN_RUN),
+    Step("list_updates", "The updates of the run, the latest first", "viewer", _IN_RUN, {"order": "newest_first"}),
+    Step(
+        "get_statistics",
+        "How the run moved in the last day",
+        "viewer",
+        _IN_RUN,
+        {"window_seconds": 86400, "buckets": 1},
+    ),
     Step("get_uses", "Which updates used rollouts of the base model", "viewer", _IN_RUN, {"version": 0}),
     Step("get_history", "Everything that happened to one rollout", "viewer", {"run_id": RUN, "rollout_id": FIRST}),
     # The new weights become version 1.

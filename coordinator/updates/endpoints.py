@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Annotated
 
-from fastapi import APIRouter, Request, Response, status
+from fastapi import APIRouter, Query, Request, Response, status
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
@@ -34,6 +35,7 @@ from coordinator.wire.updates import (
     Lineage,
     LineageUses,
     OpenUpdate,
+    Order,
     Renew,
     ReserveAnswer,
     ReserveItem,
@@ -73,9 +75,15 @@ async def _tidy(database: Database, run_id: str) -> None:
 
 
 @router.get("", responses=refusals("run_unknown"))
-async def list_updates(run_id: RunId, caller: Anyone, database: DatabaseHere, limit: Limit = 1000) -> UpdateList:
-    """List the run's updates, oldest first."""
-    return await database.transaction(service.list_updates, run_id, limit)
+async def list_updates(
+    run_id: RunId,
+    caller: Anyone,
+    database: DatabaseHere,
+    limit: Limit = 1000,
+    order: Annotated[Order, Query(description="by the time of their opening")] = "oldest_first",
+) -> UpdateList:
+    """List the run's updates, oldest first, or newest first."""
+    return await database.transaction(service.list_updates, run_id, limit, order)
 
 
 @router.put(

@@ -30,6 +30,10 @@ LIST_UPDATES = text(f"""
     SELECT {_COLUMNS} FROM {_WITH_RUN} WHERE u.run_no = :run_no ORDER BY u.opened_at, u.update_id LIMIT :limit
 """)
 
+LIST_NEWEST_UPDATES = text(f"""
+    SELECT {_COLUMNS} FROM {_WITH_RUN} WHERE u.run_no = :run_no ORDER BY u.opened_at DESC, u.update_id DESC LIMIT :limit
+""")
+
 LOCK_UPDATE = text("SELECT FROM updates WHERE run_no = :run_no AND update_id = :update_id FOR UPDATE")
 
 INSERT_UPDATE = text("""

@@ -20,6 +20,7 @@ from coordinator.wire.updates import (
     AbortUpdate,
     CommitUpdate,
     OpenUpdate,
+    Order,
     Renew,
     UpdateList,
     UpdateView,
@@ -67,10 +68,13 @@ async def get_update(connection: AsyncConnection, run_id: str, update_id: str) -
     return update_view(run, await find_row(connection, run, update_id))
 
 
-async def list_updates(connection: AsyncConnection, run_id: str, limit: int) -> UpdateList:
-    """Updates, oldest first."""
+async def list_updates(
+    connection: AsyncConnection, run_id: str, limit: int, order: Order = "oldest_first"
+) -> UpdateList:
+    """Updates, oldest first, or newest first."""
     run = await get_run(connection, run_id)
-    rows = await connection.execute(queries.LIST_UPDATES, {"run_no": run.run_no, "limit": limit})
+    statement = queries.LIST_NEWEST_UPDATES if order == "newest_first" else queries.LIST_UPDATES
+    rows = await connection.execute(statement, {"run_no": run.run_no, "limit": limit})
     return UpdateList(updates=[update_view(run, row) for row in rows])
 
 
