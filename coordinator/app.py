@@ -13,6 +13,7 @@ from sqlalchemy import text
 
 from coordinator import clocks, errors
 from coordinator.body import BodyLimit
+from coordinator.dashboard import pages
 from coordinator.diagnosis import router as diagnosis
 from coordinator.errors import refusals
 from coordinator.openapi import document, page
@@ -25,6 +26,8 @@ from coordinator.policies.verification import Verifier
 from coordinator.rewinds.endpoints import router as rewinds
 from coordinator.rollouts.endpoints import router as rollouts
 from coordinator.runs.endpoints import router as runs
+from coordinator.statistics import service as statistics
+from coordinator.statistics.endpoints import router as statistics_router
 from coordinator.storage.artifacts import ArtifactStore
 from coordinator.storage.changes import Changes
 from coordinator.storage.database import Database, check_durability
@@ -39,6 +42,7 @@ from coordinator.watching.endpoints import router as watching
 from coordinator.watching.feeds import Entry, Feeds
 from coordinator.watching.stream import entries_after
 from coordinator.wire.policies import Watch
+from coordinator.wire.statistics import Statistics
 from coordinator.workers.endpoints import router as workers
 
 DESCRIPTION = """
@@ -78,12 +82,16 @@ def create_app(
         uses.note(found)
         return found
 
+    async def measured(run_id: str, window_seconds: int, buckets: int) -> Statistics:
+        return await database.transaction(statistics.measure, run_id, window_seconds, buckets)
+
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await check_durability(database)
         await check_schema(database)
         app.state.watchers = Watchers(changes, watch)
         app.state.feeds = Feeds(changes, entries, valid)
+        app.state.statistics = statistics.Recent(measured)
         tasks = [
             asyncio.create_task(work)
             for work in (clocks.run(database, changes, store, verifier), Notices(database, changes).run(), uses.run())
@@ -118,7 +126,8 @@ def create_app(
     app.state.token_uses = uses
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
     errors.install(app)
-    for router in (runs, workers, policies, files, rollouts, updates, line, rewinds, watching, diagnosis, tokens):
+    nouns = (runs, workers, policies, files, rollouts, updates, line, rewinds)
+    for router in (*nouns, watching, diagnosis, statistics_router, tokens):
         app.include_router(router)
 
     @app.get("/healthz", tags=["health"])
@@ -141,4 +150,5 @@ def create_app(
 
     document.install(app)
     page.install(app)
+    pages.install(app)
     return app

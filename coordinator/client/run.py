@@ -80,6 +80,7 @@ from coordinator.wire.rollouts import (
     State,
 )
 from coordinator.wire.runs import FailureList, FailureView, Journal, JournalEntry, RunCounts, RunView, Stage
+from coordinator.wire.statistics import Statistics
 from coordinator.wire.timelines import ActivationTimeline
 from coordinator.wire.updates import Lineage, LineageUse, LineageUses, UpdateList, UpdateState, UpdateView
 from coordinator.wire.workers import FenceWorker, WorkerList, WorkerView
@@ -165,6 +166,11 @@ class Run:
     def diagnosis(self) -> Diagnosis:
         """Why training is not moving: `blockers` in the order in which to look at them, and how everything stands."""
         return self._connection.call("GET", (*self._path, "diagnosis"), Diagnosis)
+
+    def statistics(self, window_seconds: int = 900, buckets: int = 60) -> Statistics:
+        """How the run moved over the last `window_seconds` (60 to 86400), cut into so many `buckets` (1 to 240)."""
+        params: dict[str, str | int | float] = {"window_seconds": window_seconds, "buckets": buckets}
+        return self._connection.call("GET", (*self._path, "statistics"), Statistics, params=params)
 
     def audit(
         self,

@@ -276,6 +276,13 @@ STORY: tuple[Step, ...] = (
     Step("commit_update", "The step is done", "trainer", _STEP_1, body=_OWNER | {"after_commit_no": 0}),
     Step("get_update", "The update afterwards", "viewer", _STEP_1),
     Step("list_updates", "The last update of the run", "viewer", _IN_RUN, {"newest_first": True, "limit": 1}),
+    Step(
+        "get_statistics",
+        "How the run moved in the last day",
+        "viewer",
+        _IN_RUN,
+        {"window_seconds": 86400, "buckets": 1},
+    ),
     Step("get_uses", "Which updates used rollouts of the base model", "viewer", _IN_RUN, {"version": 0}),
     Step("get_history", "Everything that happened to one rollout", "viewer", {"run_id": RUN, "rollout_id": FIRST}),
     # The new weights become version 1.
