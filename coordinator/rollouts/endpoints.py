@@ -141,7 +141,10 @@ async def report_generation_failures(
 
 @router.get("/quarantine", responses=refusals("run_unknown"))
 async def list_quarantine(run_id: RunId, caller: Anyone, database: DatabaseHere, limit: Limit = 100) -> Quarantine:
-    """Count what is in quarantine, by reason and by the update that put it there, the latest first."""
+    """Count what is in quarantine, by reason and by the update that put it there, the latest first.
+
+    Each row is what one call of `release_rollouts` takes back: look here before it.
+    """
     return await database.transaction(quarantine.list_quarantine, run_id, limit)
 
 

@@ -25,8 +25,10 @@ async def get_statistics(
     run_id: RunId,
     caller: Anyone,
     recent: Annotated[Recent, Depends(recent_of)],
-    window_seconds: Annotated[int, Query(ge=60, le=86400, description="how far back")] = 900,
-    buckets: Annotated[int, Query(ge=1, le=240, description="into how many stretches the window is cut")] = 60,
+    window_seconds: Annotated[int, Query(ge=60, le=86400, description="how far back", examples=[900])] = 900,
+    buckets: Annotated[
+        int, Query(ge=1, le=240, description="into how many stretches the window is cut", examples=[60])
+    ] = 60,
 ) -> Statistics:
     """Show how the run moves: flow by time, refusals by reason, ages, and lag and drift by version to their limits.
 

@@ -79,8 +79,10 @@ async def list_updates(
     run_id: RunId,
     caller: Anyone,
     database: DatabaseHere,
-    state: Annotated[UpdateState | None, Query(description="in this state")] = None,
-    newest_first: Annotated[bool, Query(description="true: the one that was opened last comes first")] = False,
+    state: Annotated[UpdateState | None, Query(description="in this state", examples=["open"])] = None,
+    newest_first: Annotated[
+        bool, Query(description="true: the one that was opened last comes first", examples=[True])
+    ] = False,
     after: AfterUpdate = None,
     limit: Limit = 1000,
 ) -> UpdateList:

@@ -108,7 +108,7 @@ def bounded(schema: Json) -> bool:
     return all(
         {"minimum", "maximum"} <= kind.keys()
         if kind.get("type") in ("integer", "number")
-        else BOUNDS & kind.keys() or not re.search(r"[*+]", kind.get("pattern", "*"))
+        else kind.get("type") == "boolean" or BOUNDS & kind.keys() or not re.search(r"[*+]", kind.get("pattern", "*"))
         for kind in kinds
     )
 
