@@ -91,10 +91,11 @@ _ID = "is no id: letters, digits and . _ - (in most ids : @ + = too), the first 
 def faults_of(error: ValidationError) -> list[str]:
     """What is wrong with values that were given, in words: of each its place, itself where that helps, and the matter
     with it."""
-    return [_line(fault) for fault in error.errors(include_url=False)]
+    return [line(fault) for fault in error.errors(include_url=False)]
 
 
-def _line(fault: ErrorDetails) -> str:
+def line(fault: ErrorDetails) -> str:
+    """What is wrong with one value."""
     place = ".".join(map(str, fault["loc"]))
     given = fault["input"]
     tellable = isinstance(given, str | int | float) and fault["type"] != "missing" and len(repr(given)) <= 80
