@@ -67,7 +67,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
-        app()
+        app(prog_name="coordinator")
     except SystemExit as ended:
         # Typer has taken care of the stream already, and calls it a failure.
         if isinstance(ended.__context__, BrokenPipeError):

@@ -16,9 +16,10 @@ RETRY_SECONDS = 10.0
 
 
 def coordinator_at(
-    data: Path, url: str | None, token: str | None, *, retry_seconds: float = RETRY_SECONDS
+    data: Path, url: str | None, token: str | None, *, retry_seconds: float | None = None
 ) -> Coordinator:
     """The coordinator at this address, or the one whose data folder this is."""
+    retry_seconds = RETRY_SECONDS if retry_seconds is None else retry_seconds
     os.environ["COORDINATOR_DATA"] = str(data)  # where the client looks for what is not given
     try:
         return Coordinator(url, token, retry_seconds=retry_seconds)

@@ -27,7 +27,7 @@ def diagnose(
         print_json(diagnosis)
     else:
         _print_blockers(run, diagnosis)
-        typer.echo()
+        print_lines("")
         print_record(_standing(diagnosis))
     if diagnosis.blockers:
         raise typer.Exit(BLOCKED)

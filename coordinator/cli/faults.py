@@ -113,4 +113,4 @@ def matter(fault: ErrorDetails) -> str:
             return fault["msg"].removeprefix("Value error, ")
         case "string_pattern_mismatch":
             return _PATTERNS.get(fault["ctx"]["pattern"], _ID)
-    return re.sub(r"^[A-Z]\w* should", "should", fault["msg"])
+    return re.sub(r"^[A-Z]\w* should", "should", fault["msg"].partition(", unable to")[0])

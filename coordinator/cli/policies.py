@@ -11,7 +11,16 @@ import typer
 from coordinator.cli.connection import connected, coordinator_at
 from coordinator.cli.faults import INTERRUPTED
 from coordinator.cli.options import AsJson, Data, RunId, Token, Url, Yes
-from coordinator.cli.output import confirm, print_json, print_record, print_table, printable, say, seconds_in_words
+from coordinator.cli.output import (
+    confirm,
+    print_json,
+    print_lines,
+    print_record,
+    print_table,
+    printable,
+    say,
+    seconds_in_words,
+)
 from coordinator.client import NotActivated, Run
 from coordinator.client.waiting import waits_for
 from coordinator.wire.policies import ActivationView, PolicyList
@@ -166,7 +175,7 @@ def activate(
     if as_json:
         print_json(ended)
     else:
-        typer.echo(f"version {ended.version} is active")
+        print_lines(f"version {ended.version} is active")
 
 
 def rollback(

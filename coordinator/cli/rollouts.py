@@ -10,7 +10,7 @@ import typer
 
 from coordinator.cli.connection import connected
 from coordinator.cli.options import AsJson, Data, RunId, Token, Url
-from coordinator.cli.output import age, print_json, print_record, print_table, say
+from coordinator.cli.output import age, print_json, print_lines, print_record, print_table, say
 from coordinator.wire.rollouts import RolloutList, RolloutView, State
 
 app = typer.Typer(help="Rollouts: list, show, export.", no_args_is_help=True)
@@ -107,7 +107,7 @@ def show(
             ("arrived", view.arrived_at),
         ]
     )
-    typer.echo()
+    print_lines("")
     print_table(
         ("revision", "at", "event", "to", "reason", "update", "lag", "drift", "by"),
         [
