@@ -10,6 +10,7 @@ try:
 
     from coordinator.cli import (
         diagnosis,
+        doctor,
         policies,
         quarantine,
         rewinds,
@@ -48,6 +49,7 @@ for command in (
     policies.rollback,
     rewinds.rewind,
     diagnosis.diagnose,
+    doctor.doctor,
 ):
     app.command()(command)
 for name, noun in {

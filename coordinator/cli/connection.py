@@ -13,6 +13,8 @@ from coordinator.client import Coordinator, NotConfigured
 
 RETRY_SECONDS = 10.0
 """For so long a call that gets no answer is sent again: a restart of the coordinator is lived through."""
+LIVED_THROUGH_SECONDS = 60.0
+"""The same for what takes long anyway."""
 
 
 def coordinator_at(

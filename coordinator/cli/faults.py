@@ -62,7 +62,7 @@ def explained(error: Exception) -> Failure | None:
 
 def _of_the_server(error: Exception) -> Failure | None:
     try:
-        from sqlalchemy.exc import DBAPIError
+        from sqlalchemy.exc import ArgumentError, DBAPIError
 
         from coordinator.errors import Refusal, is_connection_fault, is_refused_entry
         from coordinator.server import ServerError
@@ -74,6 +74,9 @@ def _of_the_server(error: Exception) -> Failure | None:
         return Failure(str(error), error.problem.next_step)
     if isinstance(error, ServerError | DatabaseError | EmbeddedPostgresError):
         return Failure(str(error))
+    if isinstance(error, ArgumentError):
+        next_step = "Write it as postgresql://user:password@host/database."
+        return Failure("DATABASE_URL is no address of a database", next_step, USAGE)
     if isinstance(error, OSError):
         return Failure(f"cannot reach the database or a file: {error}")
     if isinstance(error, DBAPIError) and (is_connection_fault(error) or is_refused_entry(error)):

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from coordinator.cli.connection import connected, coordinator_at
+from coordinator.cli.connection import LIVED_THROUGH_SECONDS, connected, coordinator_at
 from coordinator.cli.faults import INTERRUPTED
 from coordinator.cli.options import AsJson, Data, RunId, Token, Url, Yes
 from coordinator.cli.output import (
@@ -28,7 +28,6 @@ from coordinator.wire.policies import ActivationView, PolicyList
 app = typer.Typer(help="Policy versions: list, show.", no_args_is_help=True)
 
 Version = Annotated[int, typer.Argument(min=0, help="The policy version's number.")]
-_LIVED_THROUGH_SECONDS = 60.0
 _REMIND_SECONDS = 10.0
 
 
@@ -156,7 +155,7 @@ def activate(
     Its stages, and whom it waits for, are told on standard error meanwhile. Ctrl-C leaves the activation as it is;
     the same command follows it again. Exit code 1: it ended without the switch; 5: it goes on after --wait-seconds.
     """
-    with coordinator_at(data, url, token, retry_seconds=_LIVED_THROUGH_SECONDS) as coordinator:
+    with coordinator_at(data, url, token, retry_seconds=LIVED_THROUGH_SECONDS) as coordinator:
         of_run = coordinator.run(run)
         stages = _Stages(of_run)
         try:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from coordinator.cli.connection import connected
+from coordinator.cli.connection import LIVED_THROUGH_SECONDS, connected, coordinator_at
 from coordinator.cli.options import AsJson, Data, RunId, Token, Url
 from coordinator.cli.output import age, print_json, print_lines, print_record, print_table, say
 from coordinator.wire.rollouts import RolloutList, RolloutView, State
@@ -116,6 +116,30 @@ def show(
         ],
         empty="nothing is recorded of it",
     )
+
+
+@app.command()
+def export(
+    run: RunId,
+    file: Annotated[Path, typer.Argument(help="The Parquet file to be written; it appears whole or not at all.")],
+    state: InState = None,
+    group: OfGroup = None,
+    version: OfVersion = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
+    data: Data = Path(".data"),
+    url: Url = None,
+    token: Token = None,
+) -> None:
+    """Write rollouts with their tokens, masks and log-probs to a Parquet file: those that meet every filter.
+
+    They are read and written in pieces, each rollout as it stands at that moment, so that a run of any size fits. Of
+    what retention has dropped, the tokens are null. The columns are described in docs/command-line.md.
+    """
+    from coordinator.cli.export import export as write  # pyarrow's Parquet takes a while to be loaded
+
+    with coordinator_at(data, url, token, retry_seconds=LIVED_THROUGH_SECONDS) as coordinator:
+        done = write(coordinator.run(run), file, state=state, group_id=group, version=version, overwrite=overwrite)
+    say(f"{done} rollouts are in {file}")
 
 
 def _versions(rollout: RolloutView) -> tuple[int, ...]:
