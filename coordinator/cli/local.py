@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import typer
+from pydantic import ValidationError
 
+from coordinator.cli.faults import USAGE, Failure, matter
 from coordinator.cli.output import say
 
 if TYPE_CHECKING:
@@ -27,7 +29,14 @@ def settings_of(data: Path) -> Settings:
     """The server's settings, of this data folder."""
     from coordinator.settings import Settings
 
-    return Settings(data=data)
+    try:
+        return Settings(data=data)
+    except ValidationError as error:
+        # By their variables, and without what they hold: it may be a secret.
+        prefix = Settings.model_config["env_prefix"]
+        faults = [(str(fault["loc"][0]), matter(fault)) for fault in error.errors(include_url=False)]
+        words = [f"{name if name.isupper() else prefix + name.upper()}: {what}" for name, what in faults]
+        raise Failure("; ".join(words), code=USAGE) from error
 
 
 @contextmanager

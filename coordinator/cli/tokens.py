@@ -11,7 +11,7 @@ import typer
 from coordinator.cli.faults import Failure
 from coordinator.cli.local import with_database
 from coordinator.cli.options import AsJson, Data
-from coordinator.cli.output import age, print_json, print_record, print_table, say
+from coordinator.cli.output import age, print_json, print_lines, print_record, print_table, say
 from coordinator.wire.tokens import CreatedToken, CreateToken, TokenList, TokenView
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def create(
     if as_json:
         print_json(created)
     else:
-        typer.echo(created.token)
+        print_lines(created.token)
 
 
 @app.command("list")
