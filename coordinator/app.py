@@ -51,8 +51,8 @@ only when it is fresh, binds it to exactly one update, and switches the active p
 worker has confirmed the same version and hash.
 
 Every call that changes something may be sent again; each says what it answers then. Every refusal is an
-`application/problem+json` document with a stable `code` and a `next_step`. Fields and values may be added to answers:
-pass over those that you do not know.
+`application/problem+json` document with a stable `code` and a `next_step`. Fields may be added to answers, and codes
+to refusals: pass over those that you do not know.
 
 The operation ids are verb and noun in snake case, the names of methods for a generated client: `submit_rollouts`, or
 `submitRollouts` where that is the custom. The examples of all calls tell one story, in the order of their numbers.

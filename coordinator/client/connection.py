@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from coordinator.client.artifacts import IncomingFile
 from coordinator.client.errors import NotConfigured, UnexpectedAnswer, Unreachable, refusal
 from coordinator.client.pace import run_blocking, sleep
+from coordinator.wire.base import WireModel
 from coordinator.wire.event_stream import KEEP_ALIVE_SECONDS, MEDIA_TYPE, EventDecoder, ServerSentEvent
 from coordinator.wire.policies import FileUpload
 
@@ -90,7 +91,7 @@ class Connection:
         segments: Iterable[str],
         answer: type[Answer],
         *,
-        body: BaseModel | None = None,
+        body: WireModel | None = None,
         params: dict[str, str | int | float] | None = None,
         wait_seconds: float = 0.0,
         timeout_seconds: float | None = None,
@@ -98,7 +99,7 @@ class Connection:
     ) -> Answer:
         """Send JSON and read the answer into `answer`. `wait_seconds` is how long the server may hold it
         back."""
-        content = None if body is None else body.model_dump_json().encode()
+        content = None if body is None else body.request_body()
         received = self.send(
             method,
             segments,
@@ -351,9 +352,9 @@ def read(received: httpx.Response, answer: type[Answer]) -> Answer:
 
 
 def read_text(text: str | bytes, answer: type[Answer], what: str = "the stream") -> Answer:
-    """JSON as its model; `what` names the call that it came from."""
+    """JSON as its model; `what` names the call that it came from. Fields that a newer server adds are passed over."""
     try:
-        return answer.model_validate_json(text)
+        return answer.model_validate_json(text, extra="ignore")
     except ValidationError as error:
         raise UnexpectedAnswer(
             f"{what} did not answer a {answer.__name__}: {error}. Client and coordinator may be of different versions."

@@ -352,7 +352,7 @@ class Run:
         `columns.token_ids[i]` is int64, `action_mask[i]` bool and `behavior_log_probs[i]` float32, all of shape
         [tokens], for `columns.rollout_id[i]`.
         """
-        content = EvidenceRequest(rollout_ids=list(rollout_ids)).model_dump_json().encode()
+        content = EvidenceRequest(rollout_ids=list(rollout_ids)).request_body()
         received = self._connection.send(
             "POST", (*self._path, "rollouts", "evidence"), content=lambda: content, accept=ARROW_MEDIA_TYPE
         )

@@ -78,6 +78,7 @@ def _add_models(schemas: Json) -> None:
     schemas["ProblemCode"] = {
         "type": "string",
         "enum": list(PROBLEMS),
+        "x-open": True,
         "description": "What was refused, for programs. Later releases may add codes: treat one that is not known by "
         "its status.",
     }

@@ -60,3 +60,8 @@ class WireModel(BaseModel):
         if isinstance(data, dict) and len(data) > len(cls.model_fields) + 100:
             raise ValueError(f"{len(data)} fields, of which {len(cls.model_fields)} are known")
         return data
+
+    def request_body(self) -> bytes:
+        """The JSON to send. What is as it would be if it were left out is left out: an older server, which would
+        refuse a field that it does not know, takes the request as long as nobody uses what is new."""
+        return self.model_dump_json(exclude_defaults=True).encode()

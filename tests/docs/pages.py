@@ -27,6 +27,7 @@ OPENAPI = DOCS / "openapi.json"
 PAGES = {
     "lifecycle": DOCS / "guarantees.md",
     "calls": DOCS / "api.md",
+    "access": DOCS / "roles.md",
     "curl": DOCS / "api.md",
     "arrow": DOCS / "api.md",
     "codes": DOCS / "api.md",
@@ -45,6 +46,9 @@ def generated(name: str) -> str:
             return f"```mermaid\n{mermaid_diagram().strip()}\n```"
         case "calls":
             return "\n".join(_calls())
+        case "access":
+            head = ["call", *CALLERS]
+            return "\n".join([_row(head), "|---" * len(head) + "|", *_access()])
         case "curl":
             script = (DOCS.parent / "examples" / "curl.sh").read_text(encoding="utf-8")
             return f"```bash\n{script.split('set -eu', 1)[1].strip()}\n```"
@@ -93,6 +97,27 @@ def _calls() -> Iterator[str]:
         by_tag.setdefault(operation["tags"][0], []).append(f"| `{call}` | {who} | {operation['summary']} |")
     for tag, rows in by_tag.items():
         yield from (f"### {tag.capitalize()}", "", "| call | roles | purpose |", "|---|---|---|", *rows, "")
+
+
+CALLERS = ("no token", "worker", "reward", "trainer", "viewer", "admin")
+"""The columns of the table of who may make a call."""
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _access() -> Iterator[str]:
+    for call, operation in _operations():
+        roles = operation["x-roles"]
+        bound = "own id" if "{worker_id}" in call else "run" if "{run_id}" in call else "yes"
+
+        def cell(caller: str, roles: list[str] = roles, bound: str = bound) -> str:
+            if caller not in roles:
+                return "no" if roles else "yes"
+            return "yes" if caller == "admin" else "run" if bound == "own id" and caller != "worker" else bound
+
+        yield _row([f"`{call}`", *map(cell, CALLERS)])
 
 
 def _arrow_bodies() -> Iterator[str]:
