@@ -134,6 +134,7 @@ def create_app(
     app.state.limits = limits or Limits()
     app.state.numbers = numbers
     app.state.readiness = readiness
+    app.state.standing = standing
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
     app.add_middleware(Requests, numbers=numbers)
     errors.install(app)

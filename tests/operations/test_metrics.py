@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -34,8 +36,8 @@ async def scrape(api: Api, who: str | None = "admin") -> Samples:
 
 def reader_of(api: Api) -> standing.Standing:
     """The background reader of the app; its next reading is not waited for."""
-    collectors = api.app.state.numbers.registry._collector_to_names
-    return next(c._standing for c in collectors if isinstance(c, collector.Standings))
+    found: standing.Standing = api.app.state.standing
+    return found
 
 
 async def test_what_a_run_does_is_counted(ledger: Ledger) -> None:
@@ -81,6 +83,10 @@ async def test_what_a_run_does_is_counted(ledger: Ledger) -> None:
     assert told["coordinator_activation_stage_seconds_count", ("run", "loading")] == 1
     assert ("coordinator_activation_open_seconds", ("run",)) not in told
     assert told["coordinator_active_version", ("run",)] == 1
+    page = (await api.http.get("/metrics", headers={"authorization": f"Bearer {api.secrets['admin']}"})).text
+    command = [Path(sys.prefix) / "bin" / "promtool", "check", "metrics"]
+    done = await asyncio.to_thread(subprocess.run, command, input=page, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
 async def test_who_may_read_them_and_in_which_format(ledger: Ledger, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import asyncpg
 import httpx
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
 from sqlalchemy.engine import make_url
 
 from coordinator.client import Coordinator
@@ -147,7 +148,9 @@ def test_text_says_the_same_in_a_line(plain: Site) -> None:
     )
 
 
-def test_traces_go_on_from_the_caller_and_name_what_they_are_about(behind_tls: Site) -> None:
+def test_traces_go_on_from_the_caller_and_name_what_they_are_about(
+    behind_tls: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     collector = behind_tls.collector
     assert collector is not None
     trace, parent = secrets.token_hex(16), secrets.token_hex(8)
@@ -165,6 +168,17 @@ def test_traces_go_on_from_the_caller_and_name_what_they_are_about(behind_tls: S
     (line,) = [json.loads(line) for line in behind_tls.lines_with(trace)]
     assert line["operation"] == "get_update"
     assert not any("readyz" in span.name for span in collector.spans)
+
+    monkeypatch.setenv("SSL_CERT_FILE", str(behind_tls.certificate))
+    with (
+        TracerProvider().get_tracer("trainer").start_as_current_span("step") as step,
+        Coordinator(behind_tls.process.url, ADMIN) as coordinator,
+    ):
+        coordinator.runs()
+    caller = step.get_span_context()
+    collector.until(lambda: any(span.trace_id == caller.trace_id.to_bytes(16) for span in collector.spans))
+    (continued,) = [s for s in collector.spans if s.parent_span_id == caller.span_id.to_bytes(8)]
+    assert continued.name == "GET /v1/runs"
 
 
 async def execute(database_url: str, *statements: str) -> None:
