@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -38,6 +38,25 @@ class Settings(BaseSettings):
         "file:///mnt/policies or what fsspec opens; left out: none",
     )
     pool_size: int = Field(10, ge=1, description="database connections of one server process")
+    log: Literal["text", "json"] = Field("text", description="how lines are logged to stderr")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="the least that is logged; each request is a line at info"
+    )
+    metrics_open: bool = Field(False, description="/metrics wants no token: for a port that only your network reaches")
+    tracing: bool = Field(False, description="sends OpenTelemetry traces where OTEL_EXPORTER_OTLP_ENDPOINT says")
+    requests_per_second: float = Field(
+        500, ge=0, description="what one token may send to one server process, twice as many at once; 0: no bound"
+    )
+    trusted_proxies: str = Field(
+        "",
+        description="addresses or networks, with commas between them, whose X-Forwarded-For and "
+        "X-Forwarded-Proto count; left out: nobody's",
+    )
+    tls_certificate: Path | None = Field(None, description="certificate chain in PEM; with COORDINATOR_TLS_KEY: https")
+    tls_key: Path | None = Field(None, description="the certificate's private key in PEM, without a password")
+    drain_seconds: float = Field(
+        0, ge=0, description="after SIGTERM it says that it is not ready, and serves on for so long"
+    )
 
     @model_validator(mode="after")
     def _read_secrets(self) -> Self:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from coordinator.client.artifacts import IncomingFile
 from coordinator.client.errors import NotConfigured, UnexpectedAnswer, Unreachable, refusal
 from coordinator.client.pace import run_blocking, sleep
+from coordinator.client.tracing import trace_headers
 from coordinator.wire.base import WireModel
 from coordinator.wire.event_stream import KEEP_ALIVE_SECONDS, MEDIA_TYPE, EventDecoder, ServerSentEvent
 from coordinator.wire.policies import FileUpload
@@ -126,7 +127,7 @@ class Connection:
     ) -> httpx.Response:
         """Send bytes, made anew by `content` for each attempt. Raises `Refused` or `Unreachable`."""
         path = self._path(segments)
-        headers = {"Accept": accept} | ({} if content is None else {"Content-Type": content_type})
+        headers = {"Accept": accept} | ({} if content is None else {"Content-Type": content_type}) | trace_headers()
 
         def attempt() -> httpx.Response:
             return self._http.request(
@@ -181,7 +182,7 @@ class Connection:
                 "PUT",
                 self.url + path,
                 content=moving(arrived),
-                headers={"Content-Type": "application/octet-stream"},
+                headers={"Content-Type": "application/octet-stream"} | trace_headers(),
                 params={"offset": arrived},
                 timeout=self._timeout(longest_check_seconds, None),
             )
@@ -208,7 +209,9 @@ class Connection:
             if last is not None and file.count == file.size:  # it broke off after the last byte
                 return last
             wanted = {"Range": f"bytes={file.count}-"} if file.count else {}
-            with self._http.stream("GET", self.url + path, headers=wanted, timeout=self._timeout(0, None)) as received:
+            with self._http.stream(
+                "GET", self.url + path, headers=wanted | trace_headers(), timeout=self._timeout(0, None)
+            ) as received:
                 if received.status_code >= 400:
                     received.read()
                     return received
@@ -262,7 +265,7 @@ class Connection:
 
         def attempt() -> httpx.Response:
             url = self.url
-            headers = {"Accept": MEDIA_TYPE} | ({"Last-Event-ID": place} if place else {})
+            headers = {"Accept": MEDIA_TYPE} | ({"Last-Event-ID": place} if place else {}) | trace_headers()
             timeout = self._timeout(KEEP_ALIVE_SECONDS, None)
             request = self._http.build_request("GET", url + path, headers=headers, params=params, timeout=timeout)
             received = self._http.send(request, stream=True)

@@ -228,6 +228,16 @@ class Feeds:
         finally:
             reader.leave()
 
+    @property
+    def readers(self) -> int:
+        """How many read."""
+        return sum(len(feed.readers) for feed, _ in self._feeds.values())
+
+    @property
+    def feeds(self) -> int:
+        """How many runs are read; each is followed once."""
+        return len(self._feeds)
+
     def end(self) -> None:
         """Sends every reader away, and those who come from now on."""
         self._ended = True

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.app import create_app
+from coordinator.metrics.listing import every_metric
 from coordinator.operations.access import ALL_ROLES
 from coordinator.rules.lifecycle import mermaid_diagram
 from coordinator.settings import Settings
@@ -35,6 +36,7 @@ PAGES = {
     "events": DOCS / "concepts.md",
     "worker settings": DOCS / "worker-agent.md",
     "worker metrics": DOCS / "worker-agent.md",
+    "metrics": DOCS / "metrics.md",
 }
 """The page of each generated part, by the name of its marker."""
 
@@ -65,6 +67,12 @@ def generated(name: str) -> str:
             return "\n".join(
                 ["| in the file | variable | left out | meaning |", "|---|---|---|---|", *_worker_settings()]
             )
+        case "metrics":
+            rows = [
+                f"| `{name}` | {kind} | {', '.join(f'`{label}`' for label in labels)} | {meaning} |"
+                for name, kind, labels, meaning in every_metric()
+            ]
+            return "\n".join(["| metric | kind | labels | meaning |", "|---|---|---|---|", *rows])
         case "worker metrics":
             return "\n".join(["| metric | kind | labels | meaning |", "|---|---|---|---|", *_worker_metrics()])
     raise ValueError(name)

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from coordinator.client.aio.pace import run_blocking, sleep
 from coordinator.client.artifacts import IncomingFile
 from coordinator.client.errors import NotConfigured, UnexpectedAnswer, Unreachable, refusal
+from coordinator.client.tracing import trace_headers
 from coordinator.wire.base import WireModel
 from coordinator.wire.event_stream import KEEP_ALIVE_SECONDS, MEDIA_TYPE, EventDecoder, ServerSentEvent
 from coordinator.wire.policies import FileUpload
@@ -125,7 +126,7 @@ class AsyncConnection:
     ) -> httpx.Response:
         """Send bytes, made anew by `content` for each attempt. Raises `Refused` or `Unreachable`."""
         path = self._path(segments)
-        headers = {"Accept": accept} | ({} if content is None else {"Content-Type": content_type})
+        headers = {"Accept": accept} | ({} if content is None else {"Content-Type": content_type}) | trace_headers()
 
         async def attempt() -> httpx.Response:
             return await self._http.request(
@@ -180,7 +181,7 @@ class AsyncConnection:
                 "PUT",
                 self.url + path,
                 content=moving(arrived),
-                headers={"Content-Type": "application/octet-stream"},
+                headers={"Content-Type": "application/octet-stream"} | trace_headers(),
                 params={"offset": arrived},
                 timeout=self._timeout(longest_check_seconds, None),
             )
@@ -208,7 +209,7 @@ class AsyncConnection:
                 return last
             wanted = {"Range": f"bytes={file.count}-"} if file.count else {}
             async with self._http.stream(
-                "GET", self.url + path, headers=wanted, timeout=self._timeout(0, None)
+                "GET", self.url + path, headers=wanted | trace_headers(), timeout=self._timeout(0, None)
             ) as received:
                 if received.status_code >= 400:
                     await received.aread()
@@ -263,7 +264,7 @@ class AsyncConnection:
 
         async def attempt() -> httpx.Response:
             url = self.url
-            headers = {"Accept": MEDIA_TYPE} | ({"Last-Event-ID": place} if place else {})
+            headers = {"Accept": MEDIA_TYPE} | ({"Last-Event-ID": place} if place else {}) | trace_headers()
             timeout = self._timeout(KEEP_ALIVE_SECONDS, None)
             request = self._http.build_request("GET", url + path, headers=headers, params=params, timeout=timeout)
             received = await self._http.send(request, stream=True)
