@@ -17,6 +17,7 @@ from coordinator.storage.database import connect
 from coordinator.wire.columns import ARROW_MEDIA_TYPE
 from coordinator.wire.events import EVENTS
 from coordinator.wire.problems import PROBLEMS
+from coordinator.wire.runs import RunSettings
 from worker_agent import run_settings
 from worker_agent.status.metrics import Numbers
 from worker_agent.status.vitals import Vitals
@@ -27,9 +28,10 @@ PAGES = {
     "calls": DOCS / "api.md",
     "curl": DOCS / "api.md",
     "arrow": DOCS / "api.md",
-    "codes": DOCS / "api.md",
-    "settings": DOCS / "operating.md",
-    "events": DOCS / "concepts.md",
+    "codes": DOCS / "codes.md",
+    "settings": DOCS / "settings.md",
+    "run settings": DOCS / "settings.md",
+    "events": DOCS / "events.md",
     "worker settings": DOCS / "worker-agent.md",
     "worker metrics": DOCS / "worker-agent.md",
 }
@@ -45,7 +47,8 @@ def generated(name: str) -> str:
             return "\n".join(_calls())
         case "curl":
             script = (DOCS.parent / "examples" / "curl.sh").read_text(encoding="utf-8")
-            return f"```bash\n{script.split('set -eu', 1)[1].strip()}\n```"
+            mark = "<!-- played: curl from nothing -->"
+            return f"{mark}\n```bash\n{script.split('set -eu', 1)[1].strip()}\n```"
         case "arrow":
             return "\n".join(_arrow_bodies())
         case "codes":
@@ -55,6 +58,8 @@ def generated(name: str) -> str:
             return "\n".join(["| event | subject | meaning | detail |", "|---|---|---|---|", *_events()])
         case "settings":
             return "\n".join(["| variable | left out | meaning |", "|---|---|---|", *_settings()])
+        case "run settings":
+            return "\n".join(["| setting | left out | meaning |", "|---|---|---|", *_run_settings()])
         case "worker settings":
             return "\n".join(
                 ["| in the file | variable | left out | meaning |", "|---|---|---|---|", *_worker_settings()]
@@ -65,14 +70,14 @@ def generated(name: str) -> str:
 
 
 @functools.cache
-def _document() -> dict[str, Any]:
+def document() -> dict[str, Any]:
     """The OpenAPI document. It needs no database, only the address of one."""
     with tempfile.TemporaryDirectory() as artifacts:
         return create_app(connect("postgresql://nobody@127.0.0.1:1/none", pool_size=1), Path(artifacts)).openapi()
 
 
 def _operations() -> Iterator[tuple[str, dict[str, Any]]]:
-    for path, item in _document()["paths"].items():
+    for path, item in document()["paths"].items():
         for method, operation in item.items():
             yield f"{method.upper()} {path}", operation
 
@@ -107,9 +112,20 @@ def _settings() -> list[str]:
     prefix = Settings.model_config["env_prefix"]
     return [
         f"| `{field.validation_alias or prefix + name.upper()}` "
-        f"| {'' if field.default is None else f'`{field.default}`'} | {field.description} |"
+        f"| {'' if field.default in (None, '') else f'`{field.default}`'} | {_cell(field.description)} |"
         for name, field in Settings.model_fields.items()
     ]
+
+
+def _run_settings() -> Iterator[str]:
+    for name, field in RunSettings.model_fields.items():
+        default = "none" if field.default is None else f"`{field.default}`" if field.default != () else "none"
+        yield f"| `{name}` | {default} | {_cell(field.description)} |"
+
+
+def _cell(text: str | None) -> str:
+    """A text within a table, where a bar would end the cell."""
+    return (text or "").replace("|", "\\|")
 
 
 def _worker_settings() -> Iterator[str]:
