@@ -1,7 +1,7 @@
 """What the site needs beyond mkdocs: files outside of docs/ that a page links to become pages of their own.
 
-In the repository a link such as `../examples/one_rollout.py` leads to the file. The site has no such folder, so it shows
-the file as a page, and the link leads to that.
+In the repository a link such as `../examples/one_rollout.py` leads to the file. The site has no such folder, so it
+shows the file as a page, and the link leads to that.
 """
 
 from __future__ import annotations

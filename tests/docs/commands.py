@@ -38,70 +38,13 @@ USAGE_ERROR: Any = typer.BadParameter.__base__
 
 # Programs that an operator has and this machine need not have: what of them the documentation may use.
 ELSEWHERE = {
-    "docker": {
-        *[
-            "build",
-            "compose",
-            "config",
-            "cp",
-            "down",
-            "exec",
-            "kill",
-            "logs",
-            "ps",
-            "pull",
-            "restart",
-            "run",
-            "start",
-            "stop",
-            "up",
-        ],
-        *[
-            "--build",
-            "--detach",
-            "--env-file",
-            "--file",
-            "--force-recreate",
-            "--help",
-            "--no-deps",
-            "--profile",
-            "--project-name",
-            "--rm",
-        ],
-        *["--tail", "--volumes", "--wait", "-T", "-d", "-f", "-it", "-p", "-v"],
-    },
-    "kubectl": {
-        *[
-            "apply",
-            "create",
-            "delete",
-            "describe",
-            "exec",
-            "generic",
-            "get",
-            "job",
-            "kustomize",
-            "logs",
-            "rollout",
-            "scale",
-            "secret",
-            "status",
-            "wait",
-        ],
-        *[
-            "--dry-run",
-            "--filename",
-            "--follow",
-            "--for",
-            "--from-file",
-            "--from-literal",
-            "--kustomize",
-            "--namespace",
-            "--output",
-        ],
-        *["--selector", "--timeout", "-f", "-k", "-l", "-n", "-o"],
-    },
-    "systemctl": set(["daemon-reload", "enable", "restart", "start", "status", "stop", "--now"]),
+    "docker": "build compose config cp down exec kill logs ps pull restart run start stop up "
+    "--build --detach --env-file --file --force-recreate --help --no-deps --profile --project-name --rm --tail "
+    "--volumes --wait -T -d -f -it -p -v",
+    "kubectl": "apply create delete describe exec generic get job kustomize logs rollout scale secret status wait "
+    "--dry-run --filename --follow --for --from-file --from-literal --kustomize --namespace --output --selector "
+    "--timeout -f -k -l -n -o",
+    "systemctl": "daemon-reload enable restart start status stop --now",
 }
 
 _RECORD = """
@@ -217,7 +160,7 @@ def _check_python(arguments: list[str]) -> None:
 
 
 def _check_elsewhere(program: str, arguments: list[str]) -> None:
-    known = ELSEWHERE[program]
+    known = ELSEWHERE[program].split()
     inner: list[str] = []
     compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
     profiles = {name for service in compose["services"].values() for name in service.get("profiles", ())}
