@@ -22,6 +22,8 @@ from tests.docs.playing import play, shell
 from tests.docs.scenes import SCENES, Stage
 from tests.docs.schemas import shows
 
+pytestmark = pytest.mark.xdist_group("blocks")
+
 ELSEWHERE = {"docker", "git", "kubectl", "make", "npm", "pip", "systemctl", "worker-agent"}
 """Programs that cannot run within a test, or whose running is another test's subject: a block with one is held."""
 
@@ -29,7 +31,8 @@ TESTED = {"quick start": "test_quick_start.py"}
 """Blocks that a test of their own plays, by the mark."""
 
 SHELL = {"bash", "console"}
-ONCE = [b for b in BLOCKS if not TRANSLATION.search(b.page)]
+# A block that stands on several pages runs once, where it stands first.
+ONCE = list({(b.language, b.value, b.text): b for b in reversed(BLOCKS) if not TRANSLATION.search(b.page)}.values())
 PLAYED = [b for b in ONCE if b.language in {"python", *SHELL} and b.kind == "played" and b.value not in TESTED]
 HELD = [b for b in ONCE if b.language in SHELL and b.kind != "played"]
 SHOWN = [b for b in ONCE if b.language in {"ini", "json", "yaml"}]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.docs.blocks import ROOT, blocks_of
+from tests.docs.blocks import BLOCKS, ROOT, blocks_of
 from tests.docs.commands import check, recorded
 from tests.docs.playing import play, shell
 
@@ -28,3 +28,10 @@ def test_every_block_in_its_order(tmp_path: Path) -> None:
                     check(command)
     lineage = json.loads(said.splitlines()[-1])
     assert [(member["rollout_id"], member["outcome"]) for member in lineage["members"]] == [("sum-1:0", "consumed")]
+
+
+def test_other_pages_show_blocks_of_the_quick_start_as_they_are() -> None:
+    here = {(block.language, block.value, block.text) for block in blocks_of(PAGE)}
+    others = [block for block in BLOCKS if block.value == "quick start"]
+    assert {block.page for block in others} > {"README.md", "docs/quick-start.md"}
+    assert {(block.language, block.value, block.text) for block in others} <= here

@@ -16,6 +16,8 @@ from playwright.sync_api import Page, Route, sync_playwright
 from tests.docs.blocks import BLOCKS
 from tests.docs.pages import DOCS
 
+pytestmark = pytest.mark.xdist_group("site")
+
 DIAGRAMS = [block for block in BLOCKS if block.language == "mermaid"]
 
 
