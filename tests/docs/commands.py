@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Sequence
 from itertools import pairwise
@@ -27,9 +28,10 @@ from typer.core import TyperGroup
 
 import coordinator.cli
 import worker_agent.cli
+from coordinator.app import create_app
+from coordinator.storage.database import connect
 from coordinator.storage.postgres_programs import installed_programs
 from tests.docs.blocks import ROOT, Block
-from tests.docs.pages import document
 
 OURS = {"coordinator": coordinator.cli.app, "worker-agent": worker_agent.cli.app}
 
@@ -215,6 +217,15 @@ def _check_here(program: str, arguments: list[str]) -> None:
             _in_help(helps.get(program, [found, "--help"]), argument)
 
 
+@functools.cache
+def _paths() -> dict[str, Any]:
+    """The paths of the API with their methods. This needs no database, only the address of one."""
+    with tempfile.TemporaryDirectory() as artifacts:
+        app = create_app(connect("postgresql://nobody@127.0.0.1:1/none", pool_size=1), Path(artifacts))
+        paths: dict[str, Any] = app.openapi()["paths"]
+        return paths
+
+
 def _check_address(arguments: list[str]) -> None:
     """Some call of the API has this method and path. Its host is a variable, which is empty here."""
     methods = [after for before, after in pairwise(arguments) if before in ("-X", "--request")]
@@ -222,9 +233,7 @@ def _check_address(arguments: list[str]) -> None:
     for address in addresses:
         path = urlsplit(address).path
         calls = [
-            item
-            for template, item in document()["paths"].items()
-            if re.fullmatch(re.sub(r"\{[^}]*\}", "[^/]+", template), path)
+            item for template, item in _paths().items() if re.fullmatch(re.sub(r"\{[^}]*\}", "[^/]+", template), path)
         ]
         assert calls, f"the API has no {path}"
         for method in methods:

@@ -70,14 +70,14 @@ def generated(name: str) -> str:
 
 
 @functools.cache
-def document() -> dict[str, Any]:
+def _document() -> dict[str, Any]:
     """The OpenAPI document. It needs no database, only the address of one."""
     with tempfile.TemporaryDirectory() as artifacts:
         return create_app(connect("postgresql://nobody@127.0.0.1:1/none", pool_size=1), Path(artifacts)).openapi()
 
 
 def _operations() -> Iterator[tuple[str, dict[str, Any]]]:
-    for path, item in document()["paths"].items():
+    for path, item in _document()["paths"].items():
         for method, operation in item.items():
             yield f"{method.upper()} {path}", operation
 
