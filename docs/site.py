@@ -16,6 +16,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
+MERMAID = re.compile(r"<script src=[^>]*mermaid\.min\.js[^>]*></script>")
 LANGUAGES = {".py": "python", ".sh": "bash", ".yml": "yaml", ".yaml": "yaml", ".json": "json", ".ts": "typescript"}
 
 
@@ -65,3 +66,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if page.file.generated_by is not None:
         return markdown
     return relinked(markdown, posixpath.dirname(f"docs/{page.file.src_uri}"), page.file.src_uri)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Only pages with a diagram load what draws it, which is large; a page under zh/ says that it is in Chinese."""
+    if 'class="mermaid"' not in output:
+        output = MERMAID.sub("", output)
+    return output.replace('<html lang="en"', '<html lang="zh"', 1) if page.file.src_uri.startswith("zh/") else output

@@ -71,12 +71,13 @@ def test_every_diagram_can_be_drawn(page: Page, site: Path) -> None:
 def test_the_pages_come_whole_from_the_folder(page: Page, site: Path, asked: list[str]) -> None:
     faults: list[str] = []
     page.on("pageerror", lambda error: faults.append(str(error)))
-    for file in ("index.html", "concepts.html", "guarantees.html"):
+    for file in ("index.html", "concepts.html", "guarantees.html", "zh/quick-start.html"):
         page.goto((site / file).as_uri())
         diagrams = DOCS.joinpath(file).with_suffix(".md").read_text(encoding="utf-8").count("```mermaid")
         # The theme draws each into an element of its own, in place of the text.
         page.wait_for_function(f"document.querySelectorAll('div.mermaid').length === {diagrams}")
         assert page.evaluate("document.body.dataset.mdColorScheme") == "slate"
+    assert page.evaluate("[document.documentElement.lang, typeof mermaid]") == ["zh", "undefined"]
     page.locator("input.md-search__input").click()
     page.locator("input.md-search__input").press_sequentially("retention")
     page.wait_for_selector(".md-search-result__link")
