@@ -177,7 +177,7 @@ def test_typescript_can_be_read() -> None:
         "python examples/two_rollouts.py",
         "python -m benchmarks.ledger --jsn numbers.json",
         "docker compose up --detached",
-        "docker compose exec coordinator coordinator token make",
+        "docker compose exec postgres coordinator token make",
         "pg_dump --formats=custom",
         "curl -X PUT $URL/v1/runs/sums/rollout",
         "curl -X DELETE $URL/v1/runs/sums/rollouts",
