@@ -49,6 +49,9 @@ ELSEWHERE = {
     "systemctl": "daemon-reload enable restart start status stop --now",
 }
 
+VALUED = "--env-file --file --for --from-literal --namespace --output --profile --project-name -f -k -l -n -o -p"
+"""Options of these whose value is the next word."""
+
 _RECORD = """
 command_not_found_handle() { printf '%s\\0' "$@" >>"$RECORD"; printf '\\n\\0' >>"$RECORD"; }
 for builtin in cd . source exec kill wait read trap; do
@@ -80,8 +83,10 @@ def recorded(script: str, folder: Path) -> list[list[str]]:
             check=False,
         )
         assert "syntax error" not in done.stderr, done.stderr
+    # A program that is named with its folder is looked for there, and bash asks no handler.
+    by_path = re.findall(r"line \d+: ([\w-]+/\S+): No such file or directory", done.stderr)
     commands = record.read_text(encoding="utf-8").split("\0\n\0")[:-1]
-    return [command.split("\0") for command in commands]
+    return [*(command.split("\0") for command in commands), *([path] for path in by_path)]
 
 
 def check(command: Sequence[str]) -> None:
@@ -162,27 +167,37 @@ def _check_python(arguments: list[str]) -> None:
 
 
 def _check_elsewhere(program: str, arguments: list[str]) -> None:
+    """Commands and options that are on the list, profiles, services and files that are there."""
     known = ELSEWHERE[program].split()
-    inner: list[str] = []
     compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
     profiles = {name for service in compose["services"].values() for name in service.get("profiles", ())}
+    words: list[str] = []
     for at, argument in enumerate(arguments):
-        word = argument.split("=")[0]
-        previous = arguments[at - 1] if at else ""
-        if previous == "--profile":
+        name, _, value = argument.partition("=")
+        before = arguments[at - 1] if at else ""
+        if before == "--profile":
             assert argument in profiles, f"there is no profile {argument}"
-        elif program == "docker" and argument in compose["services"]:
-            inner = arguments[at + 1 :]
-            break
-        elif word.startswith("-"):
-            assert word in known, f"{program} {word}: unknown here, add it if it is right"
-        elif argument not in known and not previous.startswith("-"):
-            names = re.fullmatch(r"(deployment|job|pod|statefulset|service)/[\w-]+|[\w./:-]+", argument)
-            assert names is not None or argument == "", argument
-            if "/" in argument and (ROOT / argument.split("/")[0]).exists():
-                assert (ROOT / argument).exists(), argument
-    if inner and arguments[1:2] in (["exec"], ["run"]) and inner[0] in OURS:
-        check(inner)
+        elif name.startswith("-"):
+            assert name in known, f"{program} {name}: unknown here, add it if it is right"
+            _check_file(value)
+        elif before in VALUED.split():
+            _check_file(argument)
+        else:
+            words.append(argument)
+            _check_file(argument)
+            if words[:2] in (["compose", "exec"], ["compose", "run"]) and argument in compose["services"]:
+                check(arguments[at + 1 :])
+                break
+    commands = 2 if words[0] in ("compose", "rollout", "create") else 1
+    assert set(words[:commands]) <= set(known) | compose["services"].keys(), f"{program} has no {' '.join(words[:2])}"
+    if words[0] == "compose" and words[1] in ("exec", "logs", "restart", "run", "start", "stop", "up"):
+        assert set(words[2:]) <= compose["services"].keys(), f"there is no service {words[2:]}"
+
+
+def _check_file(path: str) -> None:
+    """One that begins in a folder of the repository is there."""
+    if "/" in path and (ROOT / path.split("/")[0]).exists():
+        assert (ROOT / path).exists(), f"there is no {path}"
 
 
 @functools.cache
