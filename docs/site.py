@@ -54,11 +54,20 @@ def shown(path: str) -> str:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    wanted = {"CHANGELOG.md"}
+    new = {"CHANGELOG.md"}
     for file in files.documentation_pages():
-        wanted |= outside(file.content_string, posixpath.dirname(f"docs/{file.src_uri}"))
-    for path in sorted(wanted):
-        files.append(File.generated(config, page_of(path), content=shown(path)))
+        new |= outside(file.content_string, posixpath.dirname(f"docs/{file.src_uri}"))
+    there: set[str] = set()
+    while new := new - there:
+        there |= new
+        for path in sorted(new):
+            files.append(File.generated(config, page_of(path), content=shown(path)))
+        pages = [path for path in new if path.endswith(".md")]
+        new = {
+            path
+            for page in pages
+            for path in outside((ROOT / page).read_text(encoding="utf-8"), posixpath.dirname(page))
+        }
     return files
 
 
