@@ -3,12 +3,13 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup programs demo test bench lint format api-compat clean
+.PHONY: help setup programs demo test bench docs lint format api-compat clean
 
 help:
 	@echo "make demo     two vLLM workers, a verl trainer and the coordinator, on this machine's CPU"
 	@echo "make test     lint, types, import contracts, then every test"
 	@echo "make bench    rollouts in and out of the coordinator, beside the same statements without HTTP"
+	@echo "make docs     the documentation as a site, in site/"
 	@echo "make setup    the environment in .venv (demo and test do this themselves)"
 	@echo "make lint     ruff, mypy and import-linter alone"
 	@echo "make format   let ruff format and fix the code"
@@ -33,6 +34,10 @@ test: programs lint
 bench: setup
 	@$(BIN)/python -m benchmarks.ledger
 
+docs: setup
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --clean
+	@echo "site/index.html"
+
 lint: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -48,5 +53,5 @@ api-compat: setup
 	@git show $(BASE):docs/openapi.json | $(BIN)/python -m coordinator.openapi.compatibility /dev/stdin docs/openapi.json
 
 clean:
-	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv build dist site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -30,17 +30,21 @@ try:
     from worker_agent.agent import Agent, AgentError
     from worker_agent.closure.cli import app as closure
     from worker_agent.configuration import SettingsError, configure
-    from worker_agent.contract import ContractMismatch
+    from worker_agent.contract import ContractMismatch, check_model
     from worker_agent.engines.engine import EngineError
     from worker_agent.logs import event, log_to_stderr
-    from worker_agent.models import ModelError, identify, smollm2
+    from worker_agent.models import ModelError, ModelIdentity, identify, smollm2
     from worker_agent.options import from_command_line, with_settings
+    from worker_agent.passing import away
     from worker_agent.run_settings import Settings, TokenError
     from worker_agent.status.server import StatusError, serving_status
     from worker_agent.status.vitals import Vitals
     from worker_agent.tasks import TaskError, open_tasks
 except ModuleNotFoundError as missing:
     sys.exit(f"worker-agent: {_not_installed(missing)}")
+
+_LOOK_SECONDS = 2.0
+"""How long the start tries to see whether it fits the run; the agent asks again, for as long as it takes."""
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(closure, name="closure")
@@ -156,6 +160,7 @@ def _work(settings: Settings) -> None:
         with vitals.in_engine():
             folder = _model_folder(settings.model)
             identity = identify(folder)
+            _look_at_the_run(settings, identity)
             event("engine_starts", engine=settings.engine.value, model=identity.name, sha256=identity.sha256)
             # Imported here: `worker-agent --help` is not to wait for torch.
             from worker_agent.engines.start import start_engine
@@ -166,6 +171,18 @@ def _work(settings: Settings) -> None:
         agent = Agent(coordinator.run(settings.run), engine, identity, worker, tasks, vitals)
         _stop_on_signals(agent)
         agent.run()
+
+
+def _look_at_the_run(settings: Settings, identity: ModelIdentity) -> None:
+    """A wrong address, token, run or model ends the start here, before the engine is waited for. A coordinator that is
+    away is waited for later, by the agent."""
+    with Coordinator(settings.url, settings.read_token(), retry_seconds=_LOOK_SECONDS) as coordinator:
+        run = coordinator.run(settings.run)
+        try:
+            check_model(run, run.view(), identity)
+        except CoordinatorError as error:
+            if not away(error):
+                raise
 
 
 def _stop_on_signals(agent: Agent) -> None:

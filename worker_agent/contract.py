@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from coordinator.client import Run
 from coordinator.wire.runs import GenerationContract, RunView
 from worker_agent.engines.engine import Engine, Sampling
@@ -41,9 +43,19 @@ def run_sampling(view: RunView, max_tokens: int, stop: tuple[str, ...]) -> Sampl
     )
 
 
+def check_model(run: Run, view: RunView, model: ModelIdentity) -> None:
+    """What can be compared without an engine, which may take minutes to start. Raises `ContractMismatch`."""
+    ours = {"tokenizer_hash": model.tokenizer_hash, "chat_template_hash": model.chat_template_hash}
+    _compare(run, view, ours, model)
+
+
 def check_contract(run: Run, view: RunView, contract: GenerationContract, model: ModelIdentity) -> None:
     """Raises `ContractMismatch` unless contract, vocabulary and base model are the run's."""
-    ours, theirs = contract.model_dump(), view.contract.model_dump()
+    _compare(run, view, contract.model_dump(), model)
+
+
+def _compare(run: Run, view: RunView, ours: dict[str, Any], model: ModelIdentity) -> None:
+    theirs = view.contract.model_dump()
     first = run.policies()[0].base_model
     ours |= {"vocab_size": model.vocab_size, "base_model.sha256": model.sha256}
     theirs |= {"vocab_size": view.vocab_size, "base_model.sha256": first.sha256}

@@ -19,6 +19,7 @@ from coordinator.storage.database import connect
 from coordinator.wire.columns import ARROW_MEDIA_TYPE
 from coordinator.wire.events import EVENTS
 from coordinator.wire.problems import PROBLEMS
+from coordinator.wire.runs import RunSettings
 from worker_agent import run_settings
 from worker_agent.status.metrics import Numbers
 from worker_agent.status.vitals import Vitals
@@ -31,9 +32,10 @@ PAGES = {
     "access": DOCS / "roles.md",
     "curl": DOCS / "api.md",
     "arrow": DOCS / "api.md",
-    "codes": DOCS / "api.md",
-    "settings": DOCS / "operating.md",
-    "events": DOCS / "concepts.md",
+    "codes": DOCS / "codes.md",
+    "settings": DOCS / "settings.md",
+    "run settings": DOCS / "settings.md",
+    "events": DOCS / "events.md",
     "worker settings": DOCS / "worker-agent.md",
     "worker metrics": DOCS / "worker-agent.md",
     "metrics": DOCS / "metrics.md",
@@ -53,7 +55,8 @@ def generated(name: str) -> str:
             return "\n".join([_row(head), "|---" * len(head) + "|", *_access()])
         case "curl":
             script = (DOCS.parent / "examples" / "curl.sh").read_text(encoding="utf-8")
-            return f"```bash\n{script.split('set -eu', 1)[1].strip()}\n```"
+            mark = "<!-- played: curl from nothing -->"
+            return f"{mark}\n```bash\n{script.split('set -eu', 1)[1].strip()}\n```"
         case "arrow":
             return "\n".join(_arrow_bodies())
         case "codes":
@@ -63,6 +66,8 @@ def generated(name: str) -> str:
             return "\n".join(["| event | subject | meaning | detail |", "|---|---|---|---|", *_events()])
         case "settings":
             return "\n".join(["| variable | left out | meaning |", "|---|---|---|", *_settings()])
+        case "run settings":
+            return "\n".join(["| setting | left out | meaning |", "|---|---|---|", *_run_settings()])
         case "worker settings":
             return "\n".join(
                 ["| in the file | variable | left out | meaning |", "|---|---|---|---|", *_worker_settings()]
@@ -147,9 +152,20 @@ def _settings() -> list[str]:
     prefix = Settings.model_config["env_prefix"]
     return [
         f"| `{field.validation_alias or prefix + name.upper()}` "
-        f"| {'' if field.default is None else f'`{field.default}`'} | {field.description} |"
+        f"| {'' if field.default in (None, '') else f'`{field.default}`'} | {_cell(field.description)} |"
         for name, field in Settings.model_fields.items()
     ]
+
+
+def _run_settings() -> Iterator[str]:
+    for name, field in RunSettings.model_fields.items():
+        default = "none" if field.default is None else f"`{field.default}`" if field.default != () else "none"
+        yield f"| `{name}` | {default} | {_cell(field.description)} |"
+
+
+def _cell(text: str | None) -> str:
+    """A text within a table, where a bar would end the cell."""
+    return (text or "").replace("|", "\\|")
 
 
 def _worker_settings() -> Iterator[str]:

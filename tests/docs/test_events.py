@@ -91,6 +91,6 @@ def test_what_was_told_has_just_the_described_detail() -> None:
 
 
 def test_the_page_names_every_event_and_every_field() -> None:
-    rows = {row.split("`")[1]: row for row in (DOCS / "concepts.md").read_text().splitlines() if row.startswith("| `")}
+    rows = {row.split("`")[1]: row for row in (DOCS / "events.md").read_text().splitlines() if row.startswith("| `")}
     for name, kind in EVENTS.items():
         assert all(f"`{field}`" in rows[name] for field in (*kind.detail, *kind.sometimes)), name

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 from coordinator.rules.manifest import artifact_hash, canonical_manifest
+from tests.docs.blocks import BLOCKS
 from tests.docs.pages import DOCS
 
 PAGE = (DOCS / "artifacts.md").read_text(encoding="utf-8")
@@ -17,8 +18,9 @@ BASE = {"name": "org/tiny", "revision": "main", "sha256": hashlib.sha256(b"").he
 
 
 def example(language: str) -> str:
-    """The code block under this marker."""
-    return PAGE.split(f"<!-- manifest: {language} -->", 1)[1].split("```", 2)[1].partition("\n")[2]
+    """The page's block in this language that makes the hash."""
+    [found] = [b for b in BLOCKS if (b.page, b.language) == ("docs/artifacts.md", language) and "base_model" in b.text]
+    return found.text
 
 
 def test_every_way_of_the_page_gives_the_hash_that_the_coordinator_computes() -> None:
@@ -27,7 +29,7 @@ def test_every_way_of_the_page_gives_the_hash_that_the_coordinator_computes() ->
         for name, content in FILES.items()
     ]
     expected = artifact_hash("lora", BASE, files)
-    shell = subprocess.run(["sh", "-c", example("shell")], capture_output=True, text=True, check=True)
+    shell = subprocess.run(["sh", "-c", example("bash")], capture_output=True, text=True, check=True)
     assert shell.stdout.split() == [expected, "-"]
     python = subprocess.run([sys.executable, "-c", example("python")], capture_output=True, text=True, check=True)
     assert python.stdout.strip() == expected

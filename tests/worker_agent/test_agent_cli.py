@@ -12,6 +12,7 @@ import pytest
 from coordinator.client import Coordinator
 from coordinator.wire.policies import BaseModelIdentity
 from coordinator.wire.runs import CreateRun, FirstPolicy, GenerationContract, RunSettings
+from tests.client.runs import new_run
 from tests.client.server_process import ServerProcess
 from worker_agent.models import identify
 
@@ -76,6 +77,36 @@ def test_it_works_from_stdin_and_leaves_in_good_order_on_sigterm(tmp_path: Path,
             assert [r.rollout_id for r in run.rollouts()] == ["t1:0.0", "t1:1.0", "t1:2.0"]
             assert [(w.state, w.engine) for w in run.workers()] == [("deregistered", engine)]
             assert json.loads(lines[-1])["event"] == "deregistered"
+    finally:
+        server.stop()
+
+
+def test_what_does_not_fit_is_told_before_the_engine_is_waited_for(tmp_path: Path, tiny_model: Path) -> None:
+    """A run of another model, a run that is not there, and a token that is none; transformers is not to be imported."""
+    server = ServerProcess(tmp_path / "data")
+    server.start()
+    without = "import sys; sys.modules['transformers'] = None; from worker_agent.cli import main; main()"
+    arguments = ["--worker-id", "w1", "--model", str(tiny_model), "--tasks", "-", "--engine", "transformers"]
+    try:
+        with Coordinator(server.url, server.token) as coordinator:
+            new_run(coordinator, "other")
+        for run, token, words in (
+            ("other", server.token, "tokenizer_hash: the run has"),
+            ("none", server.token, "run_unknown"),
+            ("other", "rct_none_none", "unauthenticated"),
+        ):
+            ended = subprocess.run(
+                [sys.executable, "-c", without, "run", *arguments, "--run", run, "--url", server.url, "--token", token],
+                cwd=tmp_path,
+                input="",
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            last = json.loads(ended.stderr.splitlines()[-1])
+            assert (ended.returncode, last["event"]) == (1, "stopped"), ended.stderr
+            assert words in last["error"]
+            assert "engine_starts" not in ended.stderr
     finally:
         server.stop()
 
