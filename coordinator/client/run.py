@@ -22,6 +22,7 @@ from coordinator.client.updates import Update
 from coordinator.client.waiting import Waiting
 from coordinator.client.workers import Worker
 from coordinator.wire.arrow_stream import ArrowError
+from coordinator.wire.base import Order
 from coordinator.wire.columns import (
     ARROW_MEDIA_TYPE,
     EvidenceColumns,
@@ -80,7 +81,7 @@ from coordinator.wire.rollouts import (
 from coordinator.wire.runs import FailureList, FailureView, Journal, JournalEntry, RunCounts, RunView, Stage
 from coordinator.wire.statistics import Statistics
 from coordinator.wire.timelines import ActivationTimeline
-from coordinator.wire.updates import Lineage, LineageUse, LineageUses, Order, UpdateList, UpdateView
+from coordinator.wire.updates import Lineage, LineageUse, LineageUses, UpdateList, UpdateView
 from coordinator.wire.workers import FenceWorker, WorkerList, WorkerView
 
 _POLL_SECONDS = 20.0
@@ -148,9 +149,11 @@ class Run:
                 if event.event != "watch":
                     yield read_text(event.data, JournalEntry)
 
-    def failures(self, after: int = 0, stage: Stage | None = None) -> Iterator[FailureView]:
-        """Every recorded failure after number `after`, oldest first, all or those of one stage."""
-        params: dict[str, str | int | float] = {"after": after}
+    def failures(
+        self, after: int = 0, stage: Stage | None = None, *, order: Order = "oldest_first"
+    ) -> Iterator[FailureView]:
+        """Every recorded failure after number `after`, all or those of one stage. Newest first, those before it."""
+        params: dict[str, str | int | float] = {"after": after, "order": order}
         if stage is not None:
             params["stage"] = stage
         while True:

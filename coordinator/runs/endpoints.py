@@ -11,6 +11,7 @@ from coordinator.errors import refusals
 from coordinator.media import AGAIN
 from coordinator.operations.access import Admin, Anyone, DatabaseHere
 from coordinator.runs import service
+from coordinator.wire.base import Order
 from coordinator.wire.runs import CreateRun, FailureList, Journal, RunCounts, RunList, RunView, Stage
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"])
@@ -65,6 +66,7 @@ async def get_failures(
     after: AfterNumber = 0,
     limit: Limit = 500,
     stage: Annotated[Stage | None, Query(description="of this stage")] = None,
+    order: Annotated[Order, Query(description="of their numbers; `after` continues in it")] = "oldest_first",
 ) -> FailureList:
-    """Read the failures recorded for the run, all or those of one stage."""
-    return await database.transaction(service.get_failures, run_id, after, limit, stage)
+    """Read the failures recorded for the run, all or those of one stage, oldest or newest first."""
+    return await database.transaction(service.get_failures, run_id, after, limit, stage, order)

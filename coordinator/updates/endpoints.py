@@ -17,6 +17,7 @@ from coordinator.operations.access import Anyone, ChangesHere, DatabaseHere, Tra
 from coordinator.runs.service import get_run
 from coordinator.storage.database import Database
 from coordinator.updates import candidates, lineage, reservation, service
+from coordinator.wire.base import Order
 from coordinator.wire.columns import (
     ARROW_MEDIA_TYPE,
     CANDIDATE_SCHEMA,
@@ -35,7 +36,6 @@ from coordinator.wire.updates import (
     Lineage,
     LineageUses,
     OpenUpdate,
-    Order,
     Renew,
     ReserveAnswer,
     ReserveItem,

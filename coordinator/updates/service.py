@@ -15,12 +15,12 @@ from coordinator.rollouts import groups
 from coordinator.rollouts.queries import for_run
 from coordinator.runs.service import Run, get_run, lock_run
 from coordinator.updates import queries
+from coordinator.wire.base import Order
 from coordinator.wire.policies import PolicyRef
 from coordinator.wire.updates import (
     AbortUpdate,
     CommitUpdate,
     OpenUpdate,
-    Order,
     Renew,
     UpdateList,
     UpdateView,

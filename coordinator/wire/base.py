@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
@@ -27,6 +27,9 @@ Sha256 = Annotated[
 ]
 
 Version = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1, description="a policy version's number")]
+Order = Literal["oldest_first", "newest_first"]
+"""Of a list."""
+
 Count = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
 Real = Annotated[float, Field(strict=True)]
 """A number. Neither a text that spells one nor true or false."""

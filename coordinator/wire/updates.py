@@ -12,10 +12,6 @@ from coordinator.wire.base import LARGEST_RESERVATION, Count, Flag, Identifier, 
 Owner = Annotated[Identifier, Field(description="the incarnation of the trainer process that owns the update")]
 
 
-Order = Literal["oldest_first", "newest_first"]
-"""Of updates, by the time of their opening."""
-
-
 class OpenUpdate(WireModel):
     """Opens an update for weights that come from this policy version; the same call again may restate it.
 

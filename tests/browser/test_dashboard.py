@@ -153,6 +153,13 @@ def test_the_overview_shows_what_the_api_says(night: Watched, scene: Scene) -> N
     assert page.url.endswith("version=2")
 
 
+def test_the_list_of_runs_says_how_each_stands(night: Watched, scene: Scene) -> None:
+    page = night.open()
+    expect(row(page, "Runs", RUN)).to_contain_text("Activation open")
+    page.get_by_role("link", name=RUN).click()
+    expect(page.get_by_role("heading", name=RUN, exact=True)).to_be_visible()
+
+
 def test_workers_updates_and_failures(night: Watched, scene: Scene) -> None:
     page = night.open(f"{HOME}/workers")
     for worker in scene.run.workers():

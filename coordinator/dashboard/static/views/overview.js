@@ -1,18 +1,18 @@
 // A run at a glance: what is in the way first, then the flow, the policy, the workers, and how all lies to the limits.
 import { FlowChart, Histogram, summed } from "../charts.js";
-import { count, duration, rate, real, timeOfDay, title, words } from "../format.js";
+import { bytes, count, duration, rate, real, timeOfDay, title, words } from "../format.js";
 import { html } from "../lib.js";
 import { useResource } from "../resource.js";
 import { go, to } from "../router.js";
 import { Age, Empty, Facts, Hash, Loaded, Panel, Share, State, Table, Trouble, Until, UpdateLink, Version, WorkerLink } from "../ui.js";
 import { Stages } from "./activations.js";
+import { isGrave } from "./blockers.js";
 import { EventTable, useEvents } from "./events.js";
 import { EVERY, NoWorkers, byUrgency } from "./workers.js";
 
 const WINDOWS = [["300", "5 min"], ["900", "15 min"], ["3600", "1 h"], ["21600", "6 h"], ["86400", "24 h"]];
 const STAGES = ["generated", "rewarded", "reserved", "consumed"];
 const GETS = { generated: "arrived", rewarded: "rewarded", reserved: "reserved", consumed: "consumed" };
-const GRAVE = ["active_withdrawn", "no_workers", "no_live_producers", "workers_fenced", "all_stale"];
 const SHOWN_WORKERS = 8, SHOWN_EVENTS = 8;
 
 /** Words of the coordinator, with the times in them as times. */
@@ -30,7 +30,7 @@ function Diagnosis({ run, diagnosis }) {
   const { blockers, last_commit_no: commit, last_commit_at: at } = diagnosis;
   const last = commit ? html`Last commit: no. ${count(commit)}, <${Age} at=${at} />.` : "Nothing was committed yet.";
   if (blockers.length === 0) return html`<section class="diagnosis good" aria-labelledby="h-diagnosis"><h2 id="h-diagnosis"><span aria-hidden="true">● </span>Nothing is in the way</h2><p>${last} <${Attention} run=${run} diagnosis=${diagnosis} /></p></section>`;
-  const grave = blockers.some(({ code }) => GRAVE.includes(code));
+  const grave = blockers.some(isGrave);
   return html`<section class="diagnosis ${grave ? "bad" : "warn"}" aria-labelledby="h-diagnosis">
     <h2 id="h-diagnosis"><span aria-hidden="true">${grave ? "▲" : "◐"} </span>${title(blockers[0].code)}</h2>
     <ol>${blockers.map((blocker, number) => html`<li key=${blocker.code}>
@@ -48,7 +48,7 @@ function recentRate(statistics, field) {
   return buckets.reduce((sum, bucket) => sum + bucket[field], 0) / (buckets.length * statistics.bucket_seconds || 1);
 }
 
-function Flow({ run, counts, statistics }) {
+function Flow({ run, counts, statistics, diagnosis }) {
   const ages = Object.fromEntries((statistics?.ages ?? []).map((age) => [age.state, age]));
   return html`<div class="as-children"><ol class="flow">${STAGES.map((stage) => html`<li>
       <h3><a href=${to("runs", run, "rollouts", { state: stage })}>${stage}</a></h3>
@@ -56,7 +56,15 @@ function Flow({ run, counts, statistics }) {
       <p>${statistics ? rate(recentRate(statistics, GETS[stage])) : "–"} <small>in</small></p>
       <p class="ages">${stage === "consumed" ? html`<small>for good</small>` : ages[stage] ? html`<small>median</small> ${duration(ages[stage].median_seconds)} <small>oldest</small> <span title=${ages[stage].oldest_at}>${duration(ages[stage].oldest_seconds)}</span>` : html`<small>none waits</small>`}</p>
     </li>`)}</ol>
-    <ul class="exits" aria-label="Out of the way">${["quarantined", "offline", "generation_failed", "reward_failed"].map((state) => html`<li><a href=${to("runs", run, "rollouts", { state })}>${words(state)}</a> <b>${count(counts?.rollouts[state])}</b></li>`)}</ul></div>`;
+    <ul class="exits" aria-label="Out of the way">${["quarantined", "offline", "generation_failed", "reward_failed"].map((state) => html`<li><a href=${to("runs", run, "rollouts", { state })}>${words(state)}</a> <b>${count(counts?.rollouts[state])}</b></li>`)}</ul>
+    ${diagnosis && html`<ul class="exits" aria-label="Groups">
+      <li>groups ready <b>${count(diagnosis.groups.ready)}</b></li>
+      <li>incomplete <b>${count(diagnosis.groups.incomplete)}</b></li>
+      <li>stale <b>${count(diagnosis.groups.stale)}</b></li>
+      <li>held <b>${count(diagnosis.groups.held)}</b></li>
+      <li>tickets out <b>${count(diagnosis.tickets)}</b></li>
+      <li>stored tokens <b>${counts ? bytes(counts.evidence_bytes) : "–"}</b></li>
+    </ul>`}</div>`;
 }
 
 function PolicyPanel({ run, view, diagnosis }) {
@@ -174,7 +182,7 @@ export function Overview({ run, query }) {
     <${Loaded} resource=${diagnosis}>${(found) => html`<${Diagnosis} run=${run} diagnosis=${found} />`}<//>
     <${Panel} title="Flow" id="flow">
       <${Trouble} resource=${counts} /><${Trouble} resource=${statistics} />
-      <${Flow} run=${run} counts=${counts.data} statistics=${statistics.data} />
+      <${Flow} run=${run} counts=${counts.data} statistics=${statistics.data} diagnosis=${diagnosis.data} />
       ${statistics.data && html`<${FlowChart} statistics=${statistics.data} />`}
     <//>
     <div class="two">
