@@ -103,6 +103,9 @@ def test_a_token_for_one_run_opens_it(
         page.get_by_role("button", name="Sign in").click()
         expect(page.get_by_role("heading", name=RUN, exact=True)).to_be_visible()
         assert page.url.endswith(HOME)
+        night.may_refuse = frozenset({403})
+        night.open("#/runs/another")
+        expect(page.locator("main")).to_contain_text("or the token is bound to another one")
 
 
 def test_a_token_that_is_revoked_leads_back_to_signing_in(
@@ -287,14 +290,21 @@ def test_a_hidden_tab_asks_for_nothing(night: Watched) -> None:
 def test_a_lost_connection_is_told_and_taken_up_where_it_was(
     night: Watched, server: ServerProcess, scene: Scene, viewer: str
 ) -> None:
+    begun_after: list[str | None] = []
+    night.page.on(
+        "request",
+        lambda asked: begun_after.append(asked.headers.get("last-event-id")) if "/events/stream" in asked.url else None,
+    )
     page = night.open(f"{HOME}/events")
     expect(page.get_by_role("status")).to_have_text("Live")
+    newest = scene.run.view().event_no
     night.may_be_away = True
     night.may_refuse = frozenset({503})
     server.kill()
     expect(page.get_by_role("status")).to_contain_text("Connection lost at")
     server.start()
     expect(page.get_by_role("status")).to_have_text("Live", timeout=30_000)
+    assert (begun_after[0], begun_after[-1]) == (None, str(newest))
     scene.run.fence("gpu-0", "looked at after the restart")
     numbers = page.get_by_role("region", name="Events").locator("tbody td:first-child")
     expect(numbers.first).to_have_text(str(scene.run.view().event_no))
