@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request, Response, status
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
-from coordinator.addresses import AfterUpdate, HashFilter, IdFilter, Limit, RunId, UpdateId, VersionFilter
+from coordinator.addresses import AfterUpdate, HashFilter, IdFilter, Limit, NewestFirst, RunId, UpdateId, VersionFilter
 from coordinator.body import read_body
 from coordinator.errors import Refusal, refusals
 from coordinator.media import AGAIN, arrow_answer, json_or_arrow
@@ -81,9 +81,7 @@ async def list_updates(
     caller: Anyone,
     database: DatabaseHere,
     state: Annotated[UpdateState | None, Query(description="in this state", examples=["open"])] = None,
-    newest_first: Annotated[
-        bool, Query(description="true: the one that was opened last comes first", examples=[True])
-    ] = False,
+    newest_first: NewestFirst = False,
     after: AfterUpdate = None,
     limit: Limit = 1000,
 ) -> UpdateList:

@@ -27,6 +27,7 @@ Sha256 = Annotated[
 ]
 
 Version = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1, description="a policy version's number")]
+
 Count = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
 Real = Annotated[float, Field(strict=True)]
 """A number. Neither a text that spells one nor true or false."""
