@@ -12,6 +12,7 @@ try:
         diagnosis,
         doctor,
         policies,
+        prune,
         quarantine,
         rewinds,
         rollouts,
@@ -50,6 +51,7 @@ for command in (
     rewinds.rewind,
     diagnosis.diagnose,
     doctor.doctor,
+    prune.prune,
 ):
     app.command()(command)
 for name, noun in {
