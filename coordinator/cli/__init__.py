@@ -47,6 +47,7 @@ for command in (
     serving.verify,
     serving.demo,
     policies.activate,
+    policies.give_up,
     policies.rollback,
     rewinds.rewind,
     diagnosis.diagnose,

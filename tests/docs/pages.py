@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.app import create_app
+from coordinator.cli import reference
 from coordinator.operations.access import ALL_ROLES
 from coordinator.rules.lifecycle import mermaid_diagram
 from coordinator.settings import Settings
@@ -32,6 +33,10 @@ PAGES = {
     "events": DOCS / "concepts.md",
     "worker settings": DOCS / "worker-agent.md",
     "worker metrics": DOCS / "worker-agent.md",
+    "exit codes": DOCS / "command-line.md",
+    "common options": DOCS / "command-line.md",
+    "commands": DOCS / "command-line.md",
+    "export columns": DOCS / "command-line.md",
 }
 """The page of each generated part, by the name of its marker."""
 
@@ -61,6 +66,16 @@ def generated(name: str) -> str:
             )
         case "worker metrics":
             return "\n".join(["| metric | kind | labels | meaning |", "|---|---|---|---|", *_worker_metrics()])
+        case "exit codes":
+            return "\n".join(["| code | meaning |", "|---|---|", *reference.exit_codes()])
+        case "common options":
+            return "\n".join(["| option | meaning |", "|---|---|", *reference.common_options()])
+        case "commands":
+            return "\n".join(reference.commands())
+        case "export columns":
+            return "\n".join(
+                ["| column | type | may be null | meaning |", "|---|---|---|---|", *reference.export_columns()]
+            )
     raise ValueError(name)
 
 
