@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 
 from coordinator.cli.local import with_database
 from coordinator.cli.options import AsJson, Data, Yes
-from coordinator.cli.output import confirm, patience, print_json, print_table, say
+from coordinator.cli.output import confirm, print_json, print_table, say
 
 if TYPE_CHECKING:
     from coordinator.storage.database import Database
@@ -60,8 +60,7 @@ def prune(
     async def remove(database: Database) -> list[PrunedRun]:
         return [await _remove(database, found, seconds) for found in counted if _anything(found)]
 
-    with patience("counting what is over"):
-        counted = with_database(data, count)
+    counted = with_database(data, count, "counting what is over")
     if not delete or not any(map(_anything, counted)):
         _print(Pruned(deleted=False, runs=counted), as_json)
         if not as_json and any(map(_anything, counted)):
@@ -70,8 +69,7 @@ def prune(
     if not as_json:
         _print(Pruned(deleted=False, runs=counted), as_json=False)
     confirm("Remove all of this, for good?", yes)
-    with patience("removing"):
-        removed = with_database(data, remove)
+    removed = with_database(data, remove, "removing")
     if as_json:
         print_json(Pruned(deleted=True, runs=removed))
     else:
