@@ -12,6 +12,7 @@ try:
         diagnosis,
         doctor,
         policies,
+        prune,
         quarantine,
         rewinds,
         rollouts,
@@ -46,10 +47,12 @@ for command in (
     serving.verify,
     serving.demo,
     policies.activate,
+    policies.give_up,
     policies.rollback,
     rewinds.rewind,
     diagnosis.diagnose,
     doctor.doctor,
+    prune.prune,
 ):
     app.command()(command)
 for name, noun in {

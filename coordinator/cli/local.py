@@ -16,7 +16,7 @@ import typer
 from pydantic import ValidationError
 
 from coordinator.cli.faults import USAGE, Failure, matter
-from coordinator.cli.output import say
+from coordinator.cli.output import patience, say
 
 if TYPE_CHECKING:
     from coordinator.settings import Settings
@@ -54,8 +54,8 @@ def existing_database(data: Path) -> Iterator[str]:
         yield url
 
 
-def with_database(data: Path, work: Callable[[Database], Awaitable[T]]) -> T:
-    """What `work` makes of the database, which has the schema of this release."""
+def with_database(data: Path, work: Callable[[Database], Awaitable[T]], doing: str = "waiting for the database") -> T:
+    """What `work` makes of the database, which has the schema of this release. `doing` is told if it takes long."""
     from coordinator.storage.database import connect
     from coordinator.storage.migrations import check_schema
 
@@ -67,5 +67,5 @@ def with_database(data: Path, work: Callable[[Database], Awaitable[T]]) -> T:
         finally:
             await database.close()
 
-    with existing_database(data) as url:
+    with existing_database(data) as url, patience(doing):
         return asyncio.run(run(url))

@@ -1,4 +1,4 @@
-"""policies list, show; activate, rollback."""
+"""policies list, show; activate, give-up, rollback."""
 
 from __future__ import annotations
 
@@ -175,6 +175,29 @@ def activate(
         print_json(ended)
     else:
         print_lines(f"version {ended.version} is active")
+
+
+def give_up(
+    run: RunId,
+    activation: Annotated[str, typer.Argument(help="The activation's id, which 'coordinator diagnose' tells.")],
+    reason: Annotated[str, typer.Option(help="Why, for the record.")],
+    yes: Yes = False,
+    data: Data = Path(".data"),
+    url: Url = None,
+    token: Token = None,
+    as_json: AsJson = False,
+) -> None:
+    """End an activation that is open or waits. The active version stays, and the other is abandoned.
+
+    Takes a trainer's or an admin's token.
+    """
+    confirm(f"Give up activation {activation} of run {run}, and abandon its version?", yes)
+    with connected(data, url, token) as coordinator:
+        ended = coordinator.run(run).give_up(activation, reason)
+    if as_json:
+        print_json(ended)
+    else:
+        print_lines(f"activation {ended.activation_id} of version {ended.version} is {ended.state}")
 
 
 def rollback(

@@ -14,7 +14,7 @@ from coordinator.cli.connection import connected
 from coordinator.cli.faults import USAGE, Failure, line
 from coordinator.cli.options import AsJson, Data, RunId, Token, Url
 from coordinator.cli.output import age, print_json, print_record, print_table
-from coordinator.wire.runs import CreateRun, RunList, RunView
+from coordinator.wire.runs import CreateRun, RunCounts, RunList, RunView
 
 app = typer.Typer(help="Runs: create, list, show.", no_args_is_help=True)
 
@@ -133,28 +133,24 @@ def show(run: RunId, data: Data = Path(".data"), url: Url = None, token: Token =
             print_json(view)
             return
         counts = coordinator.run(run).counts()
-    _print_run(view)
-    print_record(
-        [
+    _print_run(view, counts)
+
+
+def _print_run(view: RunView, counts: RunCounts | None = None) -> None:
+    fields: list[tuple[str, object]] = [
+        ("run", view.run_id),
+        ("created", f"{view.created_at:%Y-%m-%d %H:%M:%SZ}, {age(view.created_at)} ago"),
+        ("active version", f"{view.active.version}, {view.active.artifact_hash}"),
+        ("last commit", view.last_commit_no),
+    ]
+    if counts is not None:
+        fields += [
             ("rollouts", tuple(f"{n} {state}" for state, n in counts.rollouts.items() if n)),
             ("stored evidence", f"{counts.evidence_bytes / 2**20:.1f} MiB"),
         ]
-    )
-
-
-def _print_run(view: RunView) -> None:
+    fields += [("vocab_size", view.vocab_size), *view.contract.model_dump().items()]
     changed = view.settings.model_dump(exclude_defaults=True)
-    print_record(
-        [
-            ("run", view.run_id),
-            ("created", f"{view.created_at:%Y-%m-%d %H:%M:%SZ}, {age(view.created_at)} ago"),
-            ("active version", f"{view.active.version}, {view.active.artifact_hash}"),
-            ("last commit", view.last_commit_no),
-            ("vocabulary", view.vocab_size),
-            ("contract", tuple(f"{name} {value}" for name, value in view.contract.model_dump().items())),
-            ("settings", tuple(f"{name} {value}" for name, value in changed.items()) or "as by default"),
-        ]
-    )
+    print_record([*fields, *changed.items(), *([] if changed else [("settings", "as by default")])])
 
 
 def _read(file: str) -> dict[str, Any]:

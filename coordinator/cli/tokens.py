@@ -77,7 +77,7 @@ def list_tokens(data: Data = Path(".data"), as_json: AsJson = False) -> None:
 
 @app.command()
 def revoke(
-    token: Annotated[str, typer.Argument(help="The token's name or id; its secret is no part of it.")],
+    which: Annotated[str, typer.Argument(metavar="TOKEN", help="The token's name or id; its secret is no part of it.")],
     data: Data = Path(".data"),
     as_json: AsJson = False,
 ) -> None:
@@ -87,10 +87,10 @@ def revoke(
         from coordinator.tokens import service
 
         tokens = (await _tokens(database)).tokens
-        found = {t.token_id for t in tokens if token == t.token_id} or {t.token_id for t in tokens if token == t.name}
+        found = {t.token_id for t in tokens if which == t.token_id} or {t.token_id for t in tokens if which == t.name}
         if not found:
             raise Failure(
-                f"token_unknown: there is no token with the name or id {token}", "'coordinator token list' shows all."
+                f"token_unknown: there is no token with the name or id {which}", "'coordinator token list' shows all."
             )
         return await database.transaction(service.revoke, found.pop())
 

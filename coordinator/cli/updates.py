@@ -11,7 +11,7 @@ import typer
 from coordinator.cli.connection import connected
 from coordinator.cli.options import AsJson, Data, RunId, Token, Url
 from coordinator.cli.output import age, print_json, print_record, print_table, say
-from coordinator.wire.updates import UpdateList, UpdateState
+from coordinator.wire.updates import LineageMember, LineageRefusal, UpdateList, UpdateState
 
 app = typer.Typer(help="Updates, which are training steps: list, show.", no_args_is_help=True)
 
@@ -75,8 +75,9 @@ def show(
     view = lineage.update
     outcomes = Counter(member.outcome for member in lineage.members)
     refused = Counter(refusal.verdict for refusal in lineage.refusals)
-    lags = [member.lag for member in lineage.members]
-    drifts = [member.drift for member in lineage.members if member.drift is not None]
+    judged: list[LineageMember | LineageRefusal] = [*lineage.members, *lineage.refusals]
+    lags = [member.lag for member in judged if member.lag is not None]
+    drifts = [member.drift for member in judged if member.drift is not None]
     print_record(
         [
             ("update", view.update_id),

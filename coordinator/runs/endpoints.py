@@ -85,6 +85,7 @@ async def get_failures(
 ) -> FailureList:
     """Read the failures recorded for the run, all or those of one stage.
 
-    In the order of their numbers, or against it; send `next_after` as `after` to go on. Attempts add up here, none overwrites another.
+    In the order of their numbers, or against it; send `next_after` as `after` to go on. Attempts add up here, none
+    overwrites another.
     """
     return await database.transaction(service.get_failures, run_id, after, limit, stage, newest_first)

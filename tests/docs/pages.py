@@ -12,6 +12,7 @@ from typing import Any
 
 from coordinator.app import create_app
 from coordinator.metrics.listing import every_metric
+from coordinator.cli import reference
 from coordinator.operations.access import ALL_ROLES
 from coordinator.rules.lifecycle import mermaid_diagram
 from coordinator.settings import Settings
@@ -39,6 +40,10 @@ PAGES = {
     "worker settings": DOCS / "worker-agent.md",
     "worker metrics": DOCS / "worker-agent.md",
     "metrics": DOCS / "metrics.md",
+    "exit codes": DOCS / "command-line.md",
+    "common options": DOCS / "command-line.md",
+    "commands": DOCS / "command-line.md",
+    "export columns": DOCS / "command-line.md",
 }
 """The page of each generated part, by the name of its marker."""
 
@@ -80,6 +85,16 @@ def generated(name: str) -> str:
             return "\n".join(["| metric | kind | labels | meaning |", "|---|---|---|---|", *rows])
         case "worker metrics":
             return "\n".join(["| metric | kind | labels | meaning |", "|---|---|---|---|", *_worker_metrics()])
+        case "exit codes":
+            return "\n".join(["| code | meaning |", "|---|---|", *reference.exit_codes()])
+        case "common options":
+            return "\n".join(["| option | meaning |", "|---|---|", *reference.common_options()])
+        case "commands":
+            return "\n".join(reference.commands())
+        case "export columns":
+            return "\n".join(
+                ["| column | type | may be null | meaning |", "|---|---|---|---|", *reference.export_columns()]
+            )
     raise ValueError(name)
 
 
