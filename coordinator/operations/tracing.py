@@ -15,15 +15,18 @@ from fastapi import FastAPI
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, SpanKind, StatusCode, format_trace_id
 
+from coordinator.operations.logs import CURRENT
 from coordinator.operations.requests import name_request
 from coordinator.storage.database import Database
 
 QUIET = "/healthz,/readyz,/metrics"
 """Asked every few seconds by machines: without spans."""
+
+ADDRESSES = frozenset({"http.url", "http.target", "url.full", "url.path", "url.query"})
 
 
 class Tracing:
@@ -52,6 +55,9 @@ class Tracing:
 
     @contextlib.contextmanager
     def _database_span(self, name: str) -> Iterator[None]:
+        if CURRENT.get() is None:  # the sweepers' own, several a second
+            yield
+            return
         # Not the exception itself: the text of one has the statement in it.
         with self._tracer.start_as_current_span(
             name, kind=SpanKind.CLIENT, record_exception=False, set_status_on_exception=False
@@ -67,7 +73,7 @@ class Tracing:
 
 def _without_query(span: Span, scope: dict[str, Any]) -> None:
     """A secret that stands in an address by mistake must not go out with the span; the request is known by its id."""
-    if span.is_recording():
-        for attribute in ("http.url", "http.target", "url.full", "url.path", "url.query"):
+    if isinstance(span, ReadableSpan):
+        for attribute in ADDRESSES & (span.attributes or {}).keys():
             span.set_attribute(attribute, "")
     scope.setdefault("state", {}).update(span=span, trace_id=format_trace_id(span.get_span_context().trace_id))
