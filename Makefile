@@ -12,7 +12,6 @@ help:
 	@echo "make bench    rollouts in and out of the coordinator, beside the same statements without HTTP"
 	@echo "make docs     the documentation as a site, in site/"
 	@echo "make audit    known vulnerabilities of what the lock files pin, by pip-audit"
-	@echo "make api-compat BASE=REF   what the API's document changed for clients since that commit"
 	@echo "make setup    the environment in .venv (demo and test do this themselves)"
 	@echo "make lint     ruff, mypy and import-linter alone"
 	@echo "make format   let ruff format and fix the code"
