@@ -52,7 +52,7 @@ def install(app: FastAPI) -> None:
             document["servers"] = SERVERS
             _add_models(document["components"]["schemas"])
             for route in app.routes:
-                if isinstance(route, APIRoute):
+                if isinstance(route, APIRoute) and route.include_in_schema:
                     for method in route.methods:
                         _complete(document["paths"][route.path_format][method.lower()], route)
             _explain(document["components"]["schemas"])
