@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.app import create_app
-from coordinator.metrics.listing import every_metric
 from coordinator.cli import reference
+from coordinator.metrics.listing import every_metric
 from coordinator.operations.access import ALL_ROLES
 from coordinator.rules.lifecycle import mermaid_diagram
 from coordinator.settings import Settings
