@@ -43,7 +43,8 @@ ELSEWHERE = {
     "docker": "build compose config cp down exec kill logs ps pull restart run start stop up "
     "--build --detach --env-file --file --force-recreate --help --no-deps --profile --project-name --rm --tail "
     "--volumes --wait --follow --name --target --user -T -d -f -it -p -v",
-    "kubectl": "apply create delete describe exec generic get job kustomize logs rollout scale secret status wait "
+    "kubectl": "apply configmap create delete describe exec generic get job kustomize logs namespace rollout scale "
+    "secret status wait "
     "--dry-run --filename --follow --for --from-file --from-literal --kustomize --namespace --output --selector "
     "--timeout -f -k -l -n -o",
     "systemctl": "daemon-reload enable restart start status stop --now",

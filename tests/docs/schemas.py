@@ -65,10 +65,17 @@ def _systemd(text: str, folder: Path) -> None:
     check([Path(program).name, *arguments])
 
 
+def _log_line(text: str, folder: Path) -> None:
+    """A line of the server's log in JSON."""
+    assert "\n" not in text.strip()
+    assert {"time", "level", "logger", "message"} <= json.loads(text).keys()
+
+
 SCHEMAS: dict[str, Callable[[str, Path], None]] = {
     "worker settings": _worker_settings,
     "compose": _compose,
     "kubernetes": _kubernetes,
+    "log line": _log_line,
     "prometheus": _prometheus,
     "systemd": _systemd,
 }
