@@ -43,7 +43,8 @@ ELSEWHERE = {
     "docker": "build compose config cp down exec kill logs ps pull restart run start stop up "
     "--build --detach --env-file --file --force-recreate --help --no-deps --profile --project-name --rm --tail "
     "--volumes --wait --follow --name --target --user -T -d -f -it -p -v",
-    "kubectl": "apply create delete describe exec generic get job kustomize logs rollout scale secret status wait "
+    "kubectl": "apply configmap create delete describe exec generic get job kustomize logs namespace rollout scale "
+    "secret status wait "
     "--dry-run --filename --follow --for --from-file --from-literal --kustomize --namespace --output --selector "
     "--timeout -f -k -l -n -o",
     "systemctl": "daemon-reload enable restart start status stop --now",
@@ -89,7 +90,14 @@ def recorded(script: str, folder: Path) -> list[list[str]]:
     return [*(command.split("\0") for command in commands), *([path] for path in by_path)]
 
 
-def check(command: Sequence[str]) -> None:
+def check_all(commands: Sequence[Sequence[str]]) -> None:
+    """Each of a script's commands; a later one may name what an earlier one copied."""
+    copies = frozenset(command[-1] for command in commands if command[0] in ("cp", "mv", "mkdir"))
+    for command in commands:
+        check(command, copies)
+
+
+def check(command: Sequence[str], copies: frozenset[str] = frozenset()) -> None:
     """AssertionError if the program, its command, an option, or a file or service that it names is not there."""
     program, arguments = command[0], list(command[1:])
     if program in OURS:
@@ -101,7 +109,7 @@ def check(command: Sequence[str]) -> None:
     elif re.fullmatch(r"python[\d.]*", program):
         _check_python(arguments)
     elif program in ELSEWHERE:
-        _check_elsewhere(program, arguments)
+        _check_elsewhere(program, [a for a in arguments if a not in copies])
     elif program not in ("cd", ".", "source", "exec", "kill", "wait", "read", "trap"):
         _check_here(program, arguments)
         if program == "curl":

@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel
 
 import coordinator.wire
+from coordinator.wire.runs import CreateRun
 from tests.docs.commands import check
 from worker_agent.configuration import configure
 
@@ -65,11 +66,24 @@ def _systemd(text: str, folder: Path) -> None:
     check([Path(program).name, *arguments])
 
 
+def _run_file(text: str, folder: Path) -> None:
+    """What a run is created with, but for its id, which is given beside the file."""
+    CreateRun.model_validate_json(json.dumps({"run_id": "sums"} | yaml.safe_load(text)))
+
+
+def _log_line(text: str, folder: Path) -> None:
+    """A line of the server's log in JSON."""
+    assert "\n" not in text.strip()
+    assert {"time", "level", "logger", "message"} <= json.loads(text).keys()
+
+
 SCHEMAS: dict[str, Callable[[str, Path], None]] = {
     "worker settings": _worker_settings,
     "compose": _compose,
     "kubernetes": _kubernetes,
+    "log line": _log_line,
     "prometheus": _prometheus,
+    "run file": _run_file,
     "systemd": _systemd,
 }
 

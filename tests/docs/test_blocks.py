@@ -17,7 +17,7 @@ from tests.client.runs import new_run
 from tests.client.server_process import ServerProcess
 from tests.database import Databases
 from tests.docs.blocks import BLOCKS, LANGUAGES, ROOT, TRANSLATION, Block, blocks_of
-from tests.docs.commands import check, recorded, script_of
+from tests.docs.commands import check_all, recorded, script_of
 from tests.docs.playing import play, shell
 from tests.docs.scenes import SCENES, Stage
 from tests.docs.schemas import shows
@@ -111,8 +111,7 @@ def test_it_runs(block: Block, stage: Stage, monkeypatch: pytest.MonkeyPatch) ->
 def test_its_commands_are_there(block: Block, tmp_path: Path) -> None:
     commands = recorded(script_of(block), tmp_path)
     assert commands or "export" in block.text, "a block without a command"
-    for command in commands:
-        check(command)
+    check_all(commands)
     if block.kind != "held":
         assert ELSEWHERE & {command[0] for command in commands}, "it can run here: play it, or say why it is held"
 
@@ -193,5 +192,4 @@ def test_typescript_can_be_read() -> None:
 )
 def test_a_command_that_is_wrong_is_found(script: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
-        for command in recorded(script, tmp_path):
-            check(command)
+        check_all(recorded(script, tmp_path))

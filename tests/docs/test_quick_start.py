@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from tests.docs.blocks import BLOCKS, ROOT, blocks_of
-from tests.docs.commands import check, recorded
+from tests.docs.commands import check_all, recorded
 from tests.docs.playing import play, shell
 
 PAGE = ROOT / "docs" / "quick-start.md"
@@ -24,8 +24,7 @@ def test_every_block_in_its_order(tmp_path: Path) -> None:
                 if block.text.startswith("sum-1:0: accepted"):  # as the page says
                     assert play("python first_rollout.py", folder, environment).startswith("sum-1:0: duplicate")
             else:
-                for command in recorded(block.text, tmp_path):
-                    check(command)
+                check_all(recorded(block.text, tmp_path))
     lineage = json.loads(said.splitlines()[-1])
     assert [(member["rollout_id"], member["outcome"]) for member in lineage["members"]] == [("sum-1:0", "consumed")]
 
