@@ -32,8 +32,8 @@ except ModuleNotFoundError as missing:
 app = typer.Typer(
     help="Coordinates rollouts and policies of online RL post-training.\n\n"
     "Commands that call the API take the address and a token from --url and --token, else from COORDINATOR_URL and "
-    "COORDINATOR_TOKEN, else from the data folder of a coordinator on this machine. serve, migrate, verify, demo and "
-    "token work on the database itself: without DATABASE_URL, on an embedded Postgres in the data "
+    "COORDINATOR_TOKEN, else from the data folder of a coordinator on this machine. serve, migrate, verify, demo, "
+    "token, doctor and prune work on the database itself: without DATABASE_URL, on an embedded Postgres in the data "
     "folder.",
     epilog="\n\n".join(["Exit codes:", *(f"{code}: {meaning}." for code, meaning in EXIT_CODES.items())]),
     no_args_is_help=True,
