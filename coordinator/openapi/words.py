@@ -18,6 +18,7 @@ WORDS: dict[str, str] = {
     "incarnation": "the life of the worker's process",
     "owner": "the incarnation of the trainer process that owns the update",
     "actor": "who did it: role and name of the token, or clock",
+    "request_id": "what the coordinator's log has of the request",
     "token_id": "the token's id; its secret is no part of it",
     "name": "its name",
     "role": "what the token may do",

@@ -54,6 +54,7 @@ async def test_flow_refusals_ages_and_distributions(api: Api) -> None:
     # 0.05 lies in [0.04, 0.06), and 1.0 beyond twice the limit.
     assert {number: n for number, n in enumerate(version.drifts) if n} == {2: 2, 20: 2}
     assert found.drift_edges[10] == pytest.approx(found.max_drift)
+    assert (found.lag_gate, found.drift_gate) == ("enforce", "enforce")
 
     worker = (await ledger.get("/workers"))["workers"][0]
     assert (worker["version"], worker["drift_rollouts"]) == (0, 4)
