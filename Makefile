@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test bench docs lint format clean
+.PHONY: help setup programs demo test bench docs lint format api-compat clean
 
 help:
 	@echo "make demo     two vLLM workers, a verl trainer and the coordinator, on this machine's CPU"
@@ -13,6 +13,7 @@ help:
 	@echo "make setup    the environment in .venv (demo and test do this themselves)"
 	@echo "make lint     ruff, mypy and import-linter alone"
 	@echo "make format   let ruff format and fix the code"
+	@echo "make api-compat BASE=main   what the API's changes since that commit mean for its clients"
 	@echo "make clean    remove .venv, caches and build output"
 	@echo ""
 	@echo "make demo KEEP=1 leaves the coordinator running afterwards; PYTHON=... names another Python 3.11"
@@ -21,10 +22,13 @@ setup:
 	@command -v $(PYTHON) >/dev/null || { echo "setup: $(PYTHON) was not found: install Python 3.11, or name one with make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(PYTHON) requirements/install.py
 
+programs: setup
+	@$(PYTHON) requirements/programs.py
+
 demo: setup
 	@$(BIN)/coordinator demo $(if $(filter-out 0,$(KEEP)),--keep)
 
-test: lint
+test: programs lint
 	@$(BIN)/python -m pytest --numprocesses=2 --dist=loadgroup tests
 
 bench: setup
@@ -43,6 +47,10 @@ lint: setup
 format: setup
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+BASE ?= HEAD
+api-compat: setup
+	@git show $(BASE):docs/openapi.json | $(BIN)/python -m coordinator.openapi.compatibility /dev/stdin docs/openapi.json
 
 clean:
 	rm -rf .venv build dist site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -56,15 +56,52 @@ def _rfc3339(value: object) -> object:
     return value
 
 
-VersionFilter = Annotated[int | None, Query(ge=0, le=2**31 - 1, description="with tokens of this policy version")]
-NameFilter = Annotated[str | None, Query(min_length=1, max_length=100, pattern=_NAME, description="of this id")]
-IdFilter = Annotated[str | None, Query(min_length=1, max_length=200, pattern=_IDENTIFIER, description="of this id")]
-HashFilter = Annotated[str | None, Query(pattern=r"^[0-9a-f]{64}$", description="of this sha256")]
-TextFilter = Annotated[str | None, Query(max_length=200, pattern=r"^[^\x00]*$", description="just this text")]
-From = Annotated[AwareDatetime | None, BeforeValidator(_rfc3339), Query(description="at this time or later, RFC 3339")]
-Before = Annotated[AwareDatetime | None, BeforeValidator(_rfc3339), Query(description="before this time, RFC 3339")]
-AfterNumber = Annotated[int, Query(ge=0, le=2**53, description="continue after this number")]
-AfterText = Annotated[
-    str, Query(max_length=300, pattern=r"^[^\x00]*$", description="next_after of the answer to be continued")
+VersionFilter = Annotated[
+    int | None, Query(ge=0, le=2**31 - 1, description="with tokens of this policy version", examples=[17])
 ]
-Limit = Annotated[int, Query(ge=1, le=1000, description="how many at most")]
+NameFilter = Annotated[
+    str | None, Query(min_length=1, max_length=100, pattern=_NAME, description="of this id", examples=["gpu-0"])
+]
+IdFilter = Annotated[
+    str | None,
+    Query(min_length=1, max_length=200, pattern=_IDENTIFIER, description="of this id", examples=["gsm8k-17"]),
+]
+HashFilter = Annotated[
+    str | None,
+    Query(pattern=r"^[0-9a-f]{64}$", description="of this sha256", examples=["5e" * 32]),
+]
+TextFilter = Annotated[
+    str | None, Query(max_length=200, pattern=r"^[^\x00]*$", description="just this text", examples=["policy_drift"])
+]
+_NOON = "2026-03-02T12:00:00Z"
+From = Annotated[
+    AwareDatetime | None,
+    BeforeValidator(_rfc3339),
+    Query(description="at this time or later, RFC 3339", examples=[_NOON]),
+]
+Before = Annotated[
+    AwareDatetime | None,
+    BeforeValidator(_rfc3339),
+    Query(description="before this time, RFC 3339", examples=[_NOON]),
+]
+AfterNumber = Annotated[int, Query(ge=0, le=2**53, description="continue after this number", examples=[0])]
+AfterText = Annotated[
+    str,
+    Query(
+        max_length=300,
+        pattern=r"^[^\x00]*$",
+        description="next_after of the answer to be continued",
+        examples=["gsm8k-17:1:1"],
+    ),
+]
+AfterUpdate = Annotated[
+    str | None,
+    Query(
+        min_length=1,
+        max_length=200,
+        pattern=_IDENTIFIER,
+        description="next_after of the answer to be continued",
+        examples=["update-17"],
+    ),
+]
+Limit = Annotated[int, Query(ge=1, le=1000, description="how many at most", examples=[100])]

@@ -13,10 +13,12 @@ from sqlalchemy import text
 
 from coordinator import clocks, errors
 from coordinator.body import BodyLimit
+from coordinator.dashboard import pages
 from coordinator.diagnosis import router as diagnosis
 from coordinator.errors import refusals
 from coordinator.openapi import document, page
 from coordinator.operations.access import still_valid
+from coordinator.operations.token_uses import TokenUses
 from coordinator.policies import reading
 from coordinator.policies.endpoints import router as policies
 from coordinator.policies.file_endpoints import router as files
@@ -24,6 +26,8 @@ from coordinator.policies.verification import Verifier
 from coordinator.rewinds.endpoints import router as rewinds
 from coordinator.rollouts.endpoints import router as rollouts
 from coordinator.runs.endpoints import router as runs
+from coordinator.statistics import service as statistics
+from coordinator.statistics.endpoints import router as statistics_router
 from coordinator.storage.artifacts import ArtifactStore
 from coordinator.storage.changes import Changes
 from coordinator.storage.database import Database, check_durability
@@ -38,6 +42,7 @@ from coordinator.watching.endpoints import router as watching
 from coordinator.watching.feeds import Entry, Feeds
 from coordinator.watching.stream import entries_after
 from coordinator.wire.policies import Watch
+from coordinator.wire.statistics import Statistics
 from coordinator.workers.endpoints import router as workers
 
 DESCRIPTION = """
@@ -45,8 +50,12 @@ The coordinator keeps every trajectory of online RL post-training with its whole
 only when it is fresh, binds it to exactly one update, and switches the active policy only when every required
 worker has confirmed the same version and hash.
 
-Every call that changes something may be sent again. Every refusal is an `application/problem+json` document with a
-stable `code` and a `next_step`.
+Every call that changes something may be sent again; each says what it answers then. Every refusal is an
+`application/problem+json` document with a stable `code` and a `next_step`. Fields and values may be added to answers:
+pass over those that you do not know.
+
+The operation ids are verb and noun in snake case, the names of methods for a generated client: `submit_rollouts`, or
+`submitRollouts` where that is the custom. The examples of all calls tell one story, in the order of their numbers.
 """
 
 
@@ -59,6 +68,7 @@ def create_app(
     """
     store, changes = ArtifactStore(artifacts), Changes()
     locations = Locations.parse(artifact_uris)
+    uses = TokenUses(database)
     verifier = Verifier(database, changes, store, locations)
 
     async def watch(run_id: str) -> Watch:
@@ -68,7 +78,12 @@ def create_app(
         return await database.read(entries_after, run_id, after, limit)
 
     async def valid(token_ids: Collection[str]) -> frozenset[str]:
-        return await database.read(still_valid, token_ids)
+        found = await database.read(still_valid, token_ids)
+        uses.note(found)
+        return found
+
+    async def measured(run_id: str, window_seconds: int, buckets: int) -> Statistics:
+        return await database.transaction(statistics.measure, run_id, window_seconds, buckets)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -76,9 +91,10 @@ def create_app(
         await check_schema(database)
         app.state.watchers = Watchers(changes, watch)
         app.state.feeds = Feeds(changes, entries, valid)
+        app.state.statistics = statistics.Recent(measured)
         tasks = [
             asyncio.create_task(work)
-            for work in (clocks.run(database, changes, store, verifier), Notices(database, changes).run())
+            for work in (clocks.run(database, changes, store, verifier), Notices(database, changes).run(), uses.run())
         ]
         try:
             yield
@@ -107,23 +123,32 @@ def create_app(
     app.state.artifacts = store
     app.state.locations = locations
     app.state.verifier = verifier
+    app.state.token_uses = uses
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
     errors.install(app)
-    for router in (runs, workers, policies, files, rollouts, updates, line, rewinds, watching, diagnosis, tokens):
+    nouns = (runs, workers, policies, files, rollouts, updates, line, rewinds)
+    for router in (*nouns, watching, diagnosis, statistics_router, tokens):
         app.include_router(router)
 
     @app.get("/healthz", tags=["health"])
     async def healthz() -> dict[str, str]:
-        """Say whether the process answers at all."""
+        """Say whether the process answers at all.
+
+        For a liveness probe: it touches no database.
+        """
         return {"status": "ok"}
 
     @app.get("/readyz", tags=["health"], responses=refusals("internal_error", "unavailable", among=()))
     async def readyz(request: Request) -> dict[str, str]:
-        """Say whether the database answers too."""
+        """Say whether the database answers too.
+
+        For a readiness probe, and for a proxy that chooses among replicas: 503 while the database is away.
+        """
         async with database.engine.connect() as connection:
             await connection.execute(text("SELECT 1"))
         return {"status": "ready"}
 
     document.install(app)
     page.install(app)
+    pages.install(app)
     return app

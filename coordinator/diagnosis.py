@@ -93,7 +93,10 @@ TICKETS = text("""
 
 @router.get("/diagnosis", responses=refusals("run_unknown"))
 async def get_diagnosis(run_id: RunId, caller: Anyone, database: DatabaseHere) -> Diagnosis:
-    """Say why training is not moving: producers, rewards, groups, updates and activation, each with its age."""
+    """Say why training is not moving: producers, rewards, groups, updates and activation, each with its age.
+
+    `blockers` come in the order in which a rollout meets them, each with what to do: look at the first.
+    """
     return await database.transaction(diagnose, run_id)
 
 

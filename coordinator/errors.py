@@ -40,6 +40,16 @@ HEADERS: dict[int, dict[str, str]] = {
 }
 """What a refusal of this status carries beside its document."""
 
+DOCUMENTED_HEADERS = HEADERS | {405: {"Allow": "GET, POST"}, 416: {"Content-Range": "bytes */62"}}
+"""The same with those whose value the endpoint knows: here as examples."""
+
+HEADER_MEANINGS = {
+    "WWW-Authenticate": "the scheme that is asked for",
+    "Retry-After": "seconds to wait before the request is sent again",
+    "Allow": "the methods of this address",
+    "Content-Range": "how many bytes the file has",
+}
+
 EVERYWHERE = ("unauthenticated", "forbidden", "invalid_request", "internal_error", "unavailable")
 """Codes that every call with a token may give."""
 
@@ -54,10 +64,15 @@ def refusals(*codes: str, among: tuple[str, ...] = EVERYWHERE) -> dict[int | str
         examples = answer["content"][MEDIA_TYPE]["examples"]
         examples[code] = {"summary": problem.title, "value": problem_document(code, problem.title)}
         answer["description"] = ", ".join(sorted(examples))
-        if problem.status in HEADERS:
+        if problem.status in DOCUMENTED_HEADERS:
             answer["headers"] = {
-                name: {"required": True, "schema": {"type": "string"}, "example": value}
-                for name, value in HEADERS[problem.status].items()
+                name: {
+                    "required": True,
+                    "schema": {"type": "string"},
+                    "description": HEADER_MEANINGS[name],
+                    "example": value,
+                }
+                for name, value in DOCUMENTED_HEADERS[problem.status].items()
             }
     return answers
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from datetime import datetime
 from pathlib import Path
@@ -62,6 +62,8 @@ from coordinator.wire.rollouts import (
     EvidenceRequest,
     GenerationFailure,
     GenerationFailureBatch,
+    Quarantine,
+    QuarantineEntry,
     Release,
     ReleaseAnswer,
     Rescore,
@@ -78,11 +80,13 @@ from coordinator.wire.rollouts import (
     State,
 )
 from coordinator.wire.runs import FailureList, FailureView, Journal, JournalEntry, RunCounts, RunView, Stage
+from coordinator.wire.statistics import Statistics
 from coordinator.wire.timelines import ActivationTimeline
-from coordinator.wire.updates import Lineage, LineageUse, LineageUses, UpdateList, UpdateView
+from coordinator.wire.updates import Lineage, LineageUse, LineageUses, UpdateList, UpdateState, UpdateView
 from coordinator.wire.workers import FenceWorker, WorkerList, WorkerView
 
 _POLL_SECONDS = 20.0
+_LARGEST_PAGE = 1000
 _VERIFICATION_POLL_SECONDS = 0.25
 _SMALL_ARTIFACT_SECONDS = 60.0
 
@@ -162,6 +166,11 @@ class Run:
     def diagnosis(self) -> Diagnosis:
         """Why training is not moving: `blockers` in the order in which to look at them, and how everything stands."""
         return self._connection.call("GET", (*self._path, "diagnosis"), Diagnosis)
+
+    def statistics(self, window_seconds: int = 900, buckets: int = 60) -> Statistics:
+        """How the run moved over the last `window_seconds` (60 to 86400), cut into so many `buckets` (1 to 240)."""
+        params: dict[str, str | int | float] = {"window_seconds": window_seconds, "buckets": buckets}
+        return self._connection.call("GET", (*self._path, "statistics"), Statistics, params=params)
 
     def audit(
         self,
@@ -278,6 +287,11 @@ class Run:
         body = GenerationFailureBatch(failures=list(failures))
         return self._connection.call("POST", (*self._path, "rollouts", "failures"), ArrivalAnswer, body=body)
 
+    def quarantine(self, limit: int = 100) -> list[QuarantineEntry]:
+        """What is in quarantine, counted by reason and by the update that put it there: the `limit` latest entries."""
+        answer = self._connection.call("GET", (*self._path, "quarantine"), Quarantine, params={"limit": limit})
+        return answer.entries
+
     def release(self, rollout_ids: Sequence[str]) -> ReleaseAnswer:
         """Release rollouts from quarantine; what the arrival checks still refuse stays."""
         body = Release(rollout_ids=list(rollout_ids))
@@ -299,8 +313,9 @@ class Run:
         reason: str | None = None,
         arrived_from: datetime | None = None,
         arrived_before: datetime | None = None,
+        after: str | None = None,
     ) -> Iterator[RolloutView]:
-        """Rollouts by id, those that meet every filter that is given."""
+        """Rollouts by id, those that meet every filter that is given; with `after` those beyond that id."""
         params = _given(
             state=state,
             group_id=group_id,
@@ -310,6 +325,7 @@ class Run:
             reason=reason,
             arrived_from=arrived_from,
             arrived_before=arrived_before,
+            after=after,
         )
         while True:
             page = self._connection.call("GET", (*self._path, "rollouts"), RolloutList, params=params)
@@ -362,10 +378,24 @@ class Run:
             policy,
         )
 
-    def updates(self) -> list[UpdateView]:
-        """All updates, oldest first."""
-        answer = self._connection.call("GET", (*self._path, "updates"), UpdateList)
-        return answer.updates
+    def updates(
+        self, state: UpdateState | None = None, *, newest_first: bool = False, limit: int | None = None
+    ) -> list[UpdateView]:
+        """All updates in the order of their opening, or the `limit` first of them; those in one state, if it is
+        given."""
+        params = _given(state=state)
+        if newest_first:
+            params["newest_first"] = "true"
+        updates: list[UpdateView] = []
+        while limit is None or len(updates) < limit:
+            if limit is not None:
+                params["limit"] = min(limit - len(updates), _LARGEST_PAGE)
+            page = self._connection.call("GET", (*self._path, "updates"), UpdateList, params=params)
+            updates += page.updates
+            if page.next_after is None:
+                break
+            params["after"] = page.next_after
+        return updates
 
     def update_view(self, update_id: str) -> UpdateView:
         """An update's state, and its commit number once it is committed."""
@@ -532,6 +562,7 @@ class Run:
         wait_seconds: float | None = None,
         *,
         supersede: bool = False,
+        progress: Callable[[ActivationView], None] | None = None,
     ) -> ActivationView:
         """Have every required worker confirm `version`, and wait until it is active.
 
@@ -539,7 +570,8 @@ class Run:
 
         Without an id, an activation of this version that still runs or succeeded is taken up, else a new
         one opened. Waits for the end, at the latest the run's `activation_deadline_seconds`, or for
-        `wait_seconds`; what it waits for is logged meanwhile (logger `coordinator.client`, INFO). Raises
+        `wait_seconds`; what it waits for is logged meanwhile (logger `coordinator.client`, INFO), and `progress` is
+        called with the activation at first and whenever it may have changed. Raises
         `NotActivated`, which says the same, when it failed, was given up or superseded, or did not end in time.
         """
         if activation_id is None:
@@ -561,6 +593,8 @@ class Run:
             if until is not None and now >= until:
                 raise NotActivated(activation)
             waiting.look(activation, now)
+            if progress is not None:
+                progress(activation)
             watch = self.watch(seen, min(_POLL_SECONDS, waiting.next_at - now, (until or math.inf) - now))
             seen = watch.event_no
             if (

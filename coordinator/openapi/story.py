@@ -247,7 +247,7 @@ STORY: tuple[Step, ...] = (
     Step("list_rollouts", "What is rewarded", "viewer", _IN_RUN, {"state": "rewarded", "limit": 100}),
     Step("get_rollout", "One of them", "viewer", {"run_id": RUN, "rollout_id": FIRST}),
     Step("get_evidence", "Its tokens", "viewer", {"run_id": RUN, "rollout_id": FIRST}),
-    Step("read_many", "The tokens of both", "viewer", _IN_RUN, body={"rollout_ids": [FIRST, SECOND]}),
+    Step("read_evidence", "The tokens of both", "viewer", _IN_RUN, body={"rollout_ids": [FIRST, SECOND]}),
     Step("count_rollouts", "How many are where", "viewer", _IN_RUN),
     Step("get_diagnosis", "What training waits for", "viewer", _IN_RUN),
     # The trainer takes one step with them.
@@ -275,7 +275,14 @@ STORY: tuple[Step, ...] = (
     Step("renew_update", "The step takes a while", "trainer", _STEP_1, body=_OWNER),
     Step("commit_update", "The step is done", "trainer", _STEP_1, body=_OWNER | {"after_commit_no": 0}),
     Step("get_update", "The update afterwards", "viewer", _STEP_1),
-    Step("list_updates", "The updates of the run", "viewer", _IN_RUN),
+    Step("list_updates", "The last update of the run", "viewer", _IN_RUN, {"newest_first": True, "limit": 1}),
+    Step(
+        "get_statistics",
+        "How the run moved in the last day",
+        "viewer",
+        _IN_RUN,
+        {"window_seconds": 86400, "buckets": 1},
+    ),
     Step("get_uses", "Which updates used rollouts of the base model", "viewer", _IN_RUN, {"version": 0}),
     Step("get_history", "Everything that happened to one rollout", "viewer", {"run_id": RUN, "rollout_id": FIRST}),
     # The new weights become version 1.
@@ -386,6 +393,7 @@ STORY: tuple[Step, ...] = (
         _STEP_2,
         body=_OWNER | {"reason": "loss_not_finite", "quarantine": True},
     ),
+    Step("list_quarantine", "What is in quarantine, and why", "viewer", _IN_RUN),
     Step(
         "release_rollouts",
         "It was looked at, and is fine",

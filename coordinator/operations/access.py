@@ -17,6 +17,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from coordinator.errors import Refusal
+from coordinator.operations.token_uses import TokenUses
 from coordinator.storage.changes import Changes
 from coordinator.storage.database import Database
 from coordinator.wire.tokens import Role
@@ -24,7 +25,14 @@ from coordinator.wire.tokens import Role
 PREFIX = "rct"
 ALL_ROLES: tuple[Role, ...] = ("admin", "trainer", "worker", "reward", "viewer")
 
-_bearer = HTTPBearer(auto_error=False, description="A token from `coordinator token create`.")
+_bearer = HTTPBearer(
+    auto_error=False,
+    bearerFormat=f"{PREFIX}_<token id>_<secret>",
+    description="Send `Authorization: Bearer <token>` with a token from `coordinator token create` or from "
+    "`POST /v1/tokens`. It has one role, may be bound to a run and, a worker's, to its worker id, and may expire; "
+    "`x-roles` of each call says which roles it lets pass. 401: the token is missing, unknown, expired or revoked. "
+    "403: it may not do that.",
+)
 
 
 @dataclass(frozen=True)
@@ -111,6 +119,7 @@ class Allow:
         caller = await (await database_of(request)).read(authenticate, credentials.credentials)
         if caller is None:
             raise Refusal("unauthenticated", "the token is unknown, expired or revoked")
+        (await token_uses_of(request)).note((caller.token_id,))
         if caller.role not in self.roles:
             raise Refusal(
                 "forbidden",
@@ -149,6 +158,11 @@ async def database_of(request: Request) -> Database:
 async def changes_of(request: Request) -> Changes:
     """The app's waiters."""
     return cast(Changes, request.app.state.changes)
+
+
+async def token_uses_of(request: Request) -> TokenUses:
+    """The app's record of who signed in."""
+    return cast(TokenUses, request.app.state.token_uses)
 
 
 DatabaseHere = Annotated[Database, Depends(database_of)]

@@ -71,7 +71,10 @@ async def prepare_policy(
 ) -> PolicyView:
     """Prepare a policy version: its number, its parent, the updates that made it, and the manifest of its files.
 
-    The same call again answers 200 and changes nothing; the same version with other bytes is refused.
+    The first step of publishing: then upload the files, commit the version, and open its activation. Its artifact hash
+    is in the answer, computed from the manifest.
+
+    Sent again: 200 and nothing changes; the same version with another content is 409 `policy_conflict`.
     """
     view, new = await database.transaction(service.prepare, run_id, body, caller, locations)
     response.status_code = status.HTTP_201_CREATED if new else status.HTTP_200_OK
@@ -81,13 +84,19 @@ async def prepare_policy(
 
 @router.get("/policies", responses=refusals("run_unknown"))
 async def list_policies(run_id: RunId, caller: Anyone, database: DatabaseHere) -> PolicyList:
-    """List the run's policy versions."""
+    """List the run's policy versions.
+
+    Lowest number first, each with its state, its parent and its manifest.
+    """
     return await database.transaction(service.list_policies, run_id)
 
 
 @router.get("/policies/{version}", responses=refusals("run_unknown", "policy_version_unknown"))
 async def get_policy(run_id: RunId, version: VersionNumber, caller: Anyone, database: DatabaseHere) -> PolicyView:
-    """Show a policy version with the manifest of its artifact."""
+    """Show a policy version with the manifest of its artifact.
+
+    A worker reads from it what to download; after a commit that answered 202, `verification` says how far it is.
+    """
     return await database.transaction(service.get_policy, run_id, version)
 
 
@@ -119,6 +128,9 @@ async def open_activation(
 
     While another one is open, the newest version that was asked for waits, and opens when that one ends; an older one
     that waits is superseded. With `supersede` the open one ends at once, and its version is abandoned.
+
+    Sent again: 200 with the activation as it stands; the id with another version or other workers is 409
+    `activation_conflict`.
     """
     view, new = await database.transaction(activation.open_activation, run_id, version, body, caller)
     response.status_code = status.HTTP_201_CREATED if new else status.HTTP_200_OK
@@ -135,7 +147,10 @@ async def activate_policy(
 ) -> ActivationVerdict:
     """Switch to the version if its artifact is committed and every required worker confirmed it.
 
-    The answer is a verdict: the first reason that stands in the way, and the workers it is about.
+    The answer is a verdict: the first reason that stands in the way, and the workers it is about. A run whose
+    `activation` is `last_ack` switches by itself; this then tells what it waits for.
+
+    Sent again: judged anew; once the switch was made, `activated`.
     """
     verdict = await database.transaction(activation.activate, run_id, version, caller)
     changes.announce(run_id)
@@ -144,7 +159,10 @@ async def activate_policy(
 
 @router.get("/activations", responses=refusals("run_unknown"))
 async def list_activations(run_id: RunId, caller: Anyone, database: DatabaseHere) -> ActivationList:
-    """List the run's activations with each required worker's ack."""
+    """List the run's activations with each required worker's ack.
+
+    Oldest first, those that failed and were given up included.
+    """
     return await database.transaction(reading.list_activations, run_id)
 
 
@@ -152,7 +170,10 @@ async def list_activations(run_id: RunId, caller: Anyone, database: DatabaseHere
 async def get_activation(
     run_id: RunId, activation_id: ActivationId, caller: Anyone, database: DatabaseHere
 ) -> ActivationView:
-    """Show an activation with each required worker's ack."""
+    """Show an activation with each required worker's ack.
+
+    Whom it waits for, who was dropped and why, and until when it may stay open.
+    """
     return await database.transaction(reading.get_activation, run_id, activation_id)
 
 
@@ -168,7 +189,12 @@ async def give_up_activation(
     database: DatabaseHere,
     changes: ChangesHere,
 ) -> ActivationView:
-    """Give up an activation that is open or waits. The active version stays; the candidate is abandoned."""
+    """Give up an activation that is open or waits. The active version stays; the candidate is abandoned.
+
+    What workers made with the candidate is quarantined, and the activation that waits opens.
+
+    Sent again: the activation as it stands. One that ended otherwise is 409 `activation_ended`.
+    """
     view = await database.transaction(activation.give_up, run_id, activation_id, body, caller)
     changes.announce(run_id)
     return view
@@ -183,7 +209,11 @@ async def watch(
     after: Annotated[int, Query(ge=-1, le=2**53, description="the event_no seen last; -1: answer at once")] = -1,
     wait_seconds: Annotated[float, Query(ge=0, le=3600, description="at most the run's longest_wait_seconds")] = 0,
 ) -> Watch:
-    """Read the active version and the candidate, or wait until the run has an event newer than `after`."""
+    """Read the active version and the candidate, or wait until the run has an event newer than `after`.
+
+    The long poll of a worker: `wait_seconds` with the `event_no` of the last answer. It holds no database connection
+    while it waits, and answers at once when the server ends.
+    """
     run = await database.transaction(get_run, run_id)
     seconds = min(wait_seconds, run.settings.longest_wait_seconds)
     return await watchers.answer(run_id, lambda view: view.event_no > after, seconds)

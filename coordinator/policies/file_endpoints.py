@@ -41,13 +41,23 @@ UPLOAD: dict[str, Any] = {
     }
 }
 _BYTES: dict[str, Any] = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
-_ETAG: dict[str, Any] = {"required": True, "schema": {"type": "string"}, "description": "the file's sha256, in quotes"}
+
+
+def _header(description: str, example: str) -> dict[str, Any]:
+    return {"required": True, "schema": {"type": "string"}, "description": description, "example": example}
+
+
+_ETAG = '"' + "5e" * 32 + '"'
+_FILE_HEADERS = {
+    "ETag": _header("the file's sha256, in quotes", _ETAG),
+    "Accept-Ranges": _header("a download that broke off may go on with Range", "bytes"),
+}
 DOWNLOAD: dict[int | str, dict[str, Any]] = {
-    200: {"description": "The whole file", "content": _BYTES, "headers": {"ETag": _ETAG}},
+    200: {"description": "The whole file", "content": _BYTES, "headers": _FILE_HEADERS},
     206: {
         "description": "The bytes that Range names",
         "content": _BYTES,
-        "headers": {"ETag": _ETAG, "Content-Range": {"required": True, "schema": {"type": "string"}}},
+        "headers": _FILE_HEADERS | {"Content-Range": _header("which bytes of how many these are", "bytes 2-61/62")},
     },
 }
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
@@ -102,6 +112,9 @@ async def upload_file(
     """Upload one file of the artifact as raw bytes; it is kept only if size and sha256 are the manifest's.
 
     What arrived before the connection broke stays for an hour. What is answered as received is on disk.
+
+    Sent again: a file that is here answers `stored`. After a break, ask how much is here and send the rest with
+    `offset`.
     """
     return await files.upload(database, store, run_id, version, name, request.stream(), offset)
 
@@ -127,13 +140,27 @@ async def download_file(
     store: Store,
     wanted: Annotated[
         str | None,
-        Header(alias="range", description="bytes=first- or bytes=first-last; anything else gets the whole file"),
+        Header(
+            alias="Range",
+            max_length=1000,
+            description="bytes=first- or bytes=first-last; anything else gets the whole file",
+            examples=["bytes=10-"],
+        ),
     ] = None,
     unless_changed: Annotated[
-        str | None, Header(alias="if-range", description="the ETag that Range is about; another gets the whole file")
+        str | None,
+        Header(
+            alias="If-Range",
+            max_length=1000,
+            description="the ETag that Range is about; another gets the whole file",
+            examples=[_ETAG],
+        ),
     ] = None,
 ) -> StreamingResponse:
-    """Download one file of the artifact, or the rest of one that was cut off. The ETag is its sha256."""
+    """Download one file of the artifact, or the rest of one that was cut off. The ETag is its sha256.
+
+    Compare size and sha256 with the manifest before the engine reads it. `Range: bytes=N-` goes on at byte N.
+    """
     entry, file = await files.find(database, store, run_id, version, name)
     size = os.fstat(file.fileno()).st_size
     etag = f'"{entry.sha256}"'
@@ -184,7 +211,9 @@ async def commit_policy(
 
     Up to 64 MiB of uploaded files are read in this call. Otherwise the answer is 202, and the version's `verification`
     says how far it is; it goes on when coordinators are killed, and ends with the commit or with the names of the files
-    that are missing or changed. Calling again is safe; after a refusal it begins anew.
+    that are missing or changed.
+
+    Sent again: the version as it stands; after a refusal the check begins anew.
     """
     view = await files.commit(database, store, locations, run_id, version, caller)
     if view.state == "prepared":

@@ -79,8 +79,9 @@ async def rewind_line(
 
     Every open update is fenced, later commits are marked rewound, what they consumed is released (or stays spent,
     as the call says), and the versions that they led to are withdrawn. Where that took the active version, a
-    restoring one is prepared and committed (a large one as soon as its files were read): open its activation. The
-    same call again answers 200.
+    restoring one is prepared and committed (a large one as soon as its files were read): open its activation.
+
+    Sent again: 200 with the first answer; the id with another commit or another treatment is 409 `rewind_conflict`.
     """
     view, new = await database.transaction(rewind.rewind, run_id, rewind_id, body, caller)
     view = await _with_committed(view, database, artifacts, locations, run_id, caller)
@@ -91,7 +92,10 @@ async def rewind_line(
 
 @router.get("/rewinds", responses=refusals("run_unknown"))
 async def list_rewinds(run_id: RunId, caller: Anyone, database: DatabaseHere) -> RewindList:
-    """List the run's rewinds, oldest first."""
+    """List the run's rewinds, oldest first.
+
+    Each with what it undid and the version that it prepared.
+    """
     return await database.transaction(rewind.list_rewinds, run_id)
 
 
@@ -124,7 +128,9 @@ async def roll_back(
     """Bring an earlier artifact back under a new version number, and withdraw what is not its ancestor.
 
     Open updates that stand on a withdrawn version are fenced, and rollouts made with one are quarantined. The new
-    version is committed; with `activation_id` its activation opens at once. The same call again answers 200.
+    version is committed; with `activation_id` its activation opens at once.
+
+    Sent again: 200 with the first answer; the id with another target is 409 `rollback_conflict`.
     """
     view, new = await database.transaction(rollback.roll_back, run_id, rollback_id, body, caller, artifacts)
     view = await _with_committed(view, database, artifacts, locations, run_id, caller)
@@ -135,7 +141,10 @@ async def roll_back(
 
 @router.get("/rollbacks", responses=refusals("run_unknown"))
 async def list_rollbacks(run_id: RunId, caller: Anyone, database: DatabaseHere) -> RollbackList:
-    """List the run's rollbacks, oldest first."""
+    """List the run's rollbacks, oldest first.
+
+    Each with the versions that it withdrew and the one that it prepared.
+    """
     return await database.transaction(rollback.list_rollbacks, run_id)
 
 
@@ -157,6 +166,8 @@ async def withdraw_policy(
 
     Where that takes the active version, a restoring one is prepared and committed (a large one as soon as its files
     were read): open its activation. The pointer stays until then.
+
+    Sent again: the first answer, and nothing changes.
     """
     view = await database.transaction(rollback.withdraw, run_id, version, body, caller)
     view = await _with_committed(view, database, artifacts, locations, run_id, caller)

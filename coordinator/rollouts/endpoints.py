@@ -39,6 +39,7 @@ from coordinator.wire.rollouts import (
     EvidenceAnswer,
     EvidenceRequest,
     GenerationFailureBatch,
+    Quarantine,
     Release,
     ReleaseAnswer,
     Rescore,
@@ -73,7 +74,10 @@ async def submit_rollouts(
     """Submit rollouts with their whole identity, as JSON or as an Arrow stream.
 
     Each is answered by itself: accepted (a gate may have quarantined it or set it aside: see `reason`), a
-    duplicate, a conflict, or rejected. Sending a batch again is safe.
+    duplicate, a conflict, or rejected.
+
+    Sent again: what is here with the same content is answered `duplicate` and changes nothing, what has other content
+    `conflict`. It stays so after retention removed the tokens.
     """
     kind, body = await read_body(request, "application/json", ARROW_MEDIA_TYPE)
     decode = arrival.decode_arrow if kind == ARROW_MEDIA_TYPE else arrival.decode_json
@@ -88,7 +92,14 @@ async def submit_rollouts(
 async def submit_rewards(
     run_id: RunId, body: RewardBatch, caller: RewardCaller, database: DatabaseHere, changes: ChangesHere
 ) -> RewardAnswer:
-    """Submit rewards. A timeout or an error is recorded as a failure and leaves the rollout without a value."""
+    """Submit rewards. A timeout or an error is recorded as a failure and leaves the rollout without a value.
+
+    A group's first good reward pins its ruleset. A reward for a rollout that is quarantined or offline is stored and
+    moves nothing.
+
+    Sent again: answered `duplicate`; another value for a rollout that has one is a `conflict`, and replaced only by
+    `rewards/rescore`.
+    """
     answer = await database.transaction(rewards.take_rewards, run_id, body, caller)
     changes.announce(run_id)
     return answer
@@ -103,7 +114,9 @@ async def rescore_group(
 ) -> RescoreAnswer:
     """Replace the rewards of a whole group that no update holds, under another ruleset or the same one.
 
-    The old rewards are kept; sending the same again changes nothing.
+    After a fault in the scoring code, say. It names every member that has a good reward; the old rewards are kept.
+
+    Sent again: `duplicate` for every member, and nothing changes.
     """
     answer = await database.transaction(rewards.rescore, run_id, body, caller)
     changes.announce(run_id)
@@ -114,10 +127,25 @@ async def rescore_group(
 async def report_generation_failures(
     run_id: RunId, body: GenerationFailureBatch, caller: WorkerCaller, database: DatabaseHere, changes: ChangesHere
 ) -> ArrivalAnswer:
-    """Report attempts that gave no tokens. Each stands as a rollout of its own, `generation_failed`."""
+    """Report attempts that gave no tokens. Each stands as a rollout of its own, `generation_failed`.
+
+    At a member's last attempt (`max_attempts` of the run) this settles it, so that its group need not wait for its
+    deadline.
+
+    Sent again: answered `duplicate`, however the message is worded.
+    """
     answer = await database.transaction(failures.take_failures, run_id, body, caller)
     changes.announce(run_id)
     return answer
+
+
+@router.get("/quarantine", responses=refusals("run_unknown"))
+async def list_quarantine(run_id: RunId, caller: Anyone, database: DatabaseHere, limit: Limit = 100) -> Quarantine:
+    """Count what is in quarantine, by reason and by the update that put it there, the latest first.
+
+    Each row is what one call of `release_rollouts` takes back: look here before it.
+    """
+    return await database.transaction(quarantine.list_quarantine, run_id, limit)
 
 
 @router.post("/rollouts/release", responses=refusals("run_unknown", "update_unknown"))
@@ -128,6 +156,9 @@ async def release_rollouts(
 
     The arrival checks are repeated: what they still refuse stays. Members that fell with their group come back
     with the one that is released.
+
+    Sent again: what was released is answered `not_releasable`, by id, or is not named, by update and reason; nothing
+    changes.
     """
     answer = await database.transaction(quarantine.release, run_id, body, caller)
     changes.announce(run_id)
@@ -135,10 +166,15 @@ async def release_rollouts(
 
 
 @router.post("/rollouts/evidence", responses=refusals("run_unknown") | EVIDENCE, response_model=EvidenceAnswer)
-async def read_many(
+async def read_evidence(
     run_id: RunId, body: EvidenceRequest, request: Request, caller: Anyone, database: DatabaseHere
 ) -> Response:
-    """Read the tokens of many rollouts. Accept: application/vnd.apache.arrow.stream answers in columns."""
+    """Read the tokens of many rollouts. Accept: application/vnd.apache.arrow.stream answers in columns.
+
+    For a dashboard or an export; a trainer gets them with its candidates. Ids without tokens are listed in `missing`.
+
+    Sent again: it only reads.
+    """
     rows, missing = await database.transaction(reading.evidence_rows, run_id, body.rollout_ids)
     columns = await asyncio.to_thread(reading.evidence_columns, rows, missing)
     if ARROW_MEDIA_TYPE in request.headers.get("accept", ""):
@@ -162,7 +198,10 @@ async def list_rollouts(
     after: AfterText = "",
     limit: Limit = 100,
 ) -> RolloutList:
-    """List rollouts by id, those that meet every filter."""
+    """List rollouts by id, those that meet every filter.
+
+    Send `next_after` as `after` to go on; the order never changes. A reward service asks for `state=generated`.
+    """
     return await database.transaction(
         reading.list_rollouts,
         run_id,
@@ -191,7 +230,11 @@ async def get_audit(
     after: AfterText = "",
     limit: Annotated[int, Query(ge=1, le=10_000, description="how many at most")] = 1000,
 ) -> Audit:
-    """Read every change of rollouts in the order of time, all or those of one rollout or update."""
+    """Read every change of rollouts in the order of time, all or those of one rollout or update.
+
+    Send `next_after` as `after` to go on, also after an answer without entries: changes of the last moments come once
+    their order is settled.
+    """
     return await database.transaction(
         audit.list_audit,
         run_id,
@@ -206,17 +249,26 @@ async def get_audit(
 
 @router.get("/rollouts/{rollout_id}/history", responses=refusals("run_unknown", "rollout_unknown"))
 async def get_history(run_id: RunId, rollout_id: RolloutId, caller: Anyone, database: DatabaseHere) -> RolloutHistory:
-    """Read every change of a rollout's state, oldest first."""
+    """Read every change of a rollout's state, oldest first.
+
+    With who made it, for which update and reason, and, where a gate decided, lag and drift with the limits in force.
+    """
     return await database.transaction(reading.get_history, run_id, rollout_id)
 
 
 @router.get("/rollouts/{rollout_id}/evidence", responses=refusals("run_unknown", "rollout_unknown"))
 async def get_evidence(run_id: RunId, rollout_id: RolloutId, caller: Anyone, database: DatabaseHere) -> RolloutEvidence:
-    """Read a rollout's tokens, mask and behaviour log-probs."""
+    """Read a rollout's tokens, mask and behaviour log-probs.
+
+    As they are stored: log-probs are float32. For many rollouts at once use `rollouts/evidence`.
+    """
     return await database.transaction(reading.get_evidence, run_id, rollout_id)
 
 
 @router.get("/rollouts/{rollout_id}", responses=refusals("run_unknown", "rollout_unknown"))
 async def get_rollout(run_id: RunId, rollout_id: RolloutId, caller: Anyone, database: DatabaseHere) -> RolloutView:
-    """Show a rollout without its tokens."""
+    """Show a rollout without its tokens.
+
+    Its state with the reason, the spans that say which version made which tokens, and its reward.
+    """
     return await database.transaction(reading.get_rollout, run_id, rollout_id)

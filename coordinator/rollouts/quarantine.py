@@ -19,7 +19,7 @@ from coordinator.rollouts.queries import (
     states,
 )
 from coordinator.runs.service import Run, get_run
-from coordinator.wire.rollouts import Release, ReleaseAnswer, ReleaseVerdict
+from coordinator.wire.rollouts import Quarantine, QuarantineEntry, Release, ReleaseAnswer, ReleaseVerdict
 
 # What no update holds or consumed and that has tokens of one of these versions. It arrived after the first of them was
 # prepared, or before that, was quarantined since nobody knew the version, and has been released since.
@@ -52,6 +52,19 @@ QUARANTINE = f"""
     INSERT INTO rollout_audit (run_no, rollout_id, revision, event, from_state, to_state, reason, actor)
     SELECT :run_no, rollout_id, revision, 'quarantine', from_state, 'quarantined', :reason, :actor FROM moved
 """
+
+# By the change that put each of them there, which is its last one.
+LIST_QUARANTINE = text("""
+    SELECT r.reason, a.update_id, count(*) AS rollouts, min(a.at) AS since, max(a.at) AS until
+    FROM rollouts r
+    CROSS JOIN LATERAL (
+        SELECT update_id, at FROM rollout_audit
+        WHERE run_no = r.run_no AND rollout_id = r.rollout_id AND revision = r.revision LIMIT 1
+    ) AS a
+    WHERE r.run_no = :run_no AND r.state = 'quarantined'
+    GROUP BY r.reason, a.update_id
+    ORDER BY until DESC, r.reason, a.update_id LIMIT :limit
+""")
 
 UPDATE_THERE = text("SELECT update_id FROM updates WHERE run_no = :run_no AND update_id = :update_id")
 
@@ -163,6 +176,13 @@ async def quarantine_of_versions(
         {"run_no": run.run_no, "rollout_ids": [row.rollout_id for row in found], "reason": reason, "actor": actor},
     )
     await groups.refresh(connection, run, group_ids, actor)
+
+
+async def list_quarantine(connection: AsyncConnection, run_id: str, limit: int) -> Quarantine:
+    """What is in quarantine, counted by reason and by the update that put it there."""
+    run = await get_run(connection, run_id)
+    rows = await connection.execute(LIST_QUARANTINE, {"run_no": run.run_no, "limit": limit})
+    return Quarantine(entries=[QuarantineEntry.model_validate(dict(row._mapping)) for row in rows])
 
 
 async def release(connection: AsyncConnection, run_id: str, body: Release, caller: Caller) -> ReleaseAnswer:

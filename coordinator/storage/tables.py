@@ -64,6 +64,7 @@ tokens = Table(
     _at("created_at", now=True),
     _at("expires_at", nullable=True),
     _at("revoked_at", nullable=True),
+    _at("last_used_at", nullable=True),
     CheckConstraint(_one_of("role", "admin", "trainer", "worker", "reward", "viewer"), name="role"),
     CheckConstraint("(role = 'worker') = (worker_id IS NOT NULL)", name="worker_bound"),
 )

@@ -2,7 +2,7 @@
 
 from sqlalchemy import text
 
-_COLUMNS = "token_id, name, role, run_id, worker_id, created_at, expires_at, revoked_at"
+_COLUMNS = "token_id, name, role, run_id, worker_id, created_at, expires_at, revoked_at, last_used_at"
 
 INSERT_TOKEN = text(f"""
     INSERT INTO tokens (token_id, name, role, run_id, worker_id, secret_hash, expires_at)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Annotated
 
-from fastapi import APIRouter, Request, Response, status
+from fastapi import APIRouter, Query, Request, Response, status
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
-from coordinator.addresses import HashFilter, IdFilter, Limit, RunId, UpdateId, VersionFilter
+from coordinator.addresses import AfterUpdate, HashFilter, IdFilter, Limit, RunId, UpdateId, VersionFilter
 from coordinator.body import read_body
 from coordinator.errors import Refusal, refusals
 from coordinator.media import AGAIN, arrow_answer, json_or_arrow
@@ -39,6 +40,7 @@ from coordinator.wire.updates import (
     ReserveItem,
     ReserveRequest,
     UpdateList,
+    UpdateState,
     UpdateView,
 )
 
@@ -72,10 +74,25 @@ async def _tidy(database: Database, run_id: str) -> None:
         await database.transaction(service.expire_due, run_id)
 
 
-@router.get("", responses=refusals("run_unknown"))
-async def list_updates(run_id: RunId, caller: Anyone, database: DatabaseHere, limit: Limit = 1000) -> UpdateList:
-    """List the run's updates, oldest first."""
-    return await database.transaction(service.list_updates, run_id, limit)
+@router.get("", responses=refusals("run_unknown", "update_unknown"))
+async def list_updates(
+    run_id: RunId,
+    caller: Anyone,
+    database: DatabaseHere,
+    state: Annotated[UpdateState | None, Query(description="in this state", examples=["open"])] = None,
+    newest_first: Annotated[
+        bool, Query(description="true: the one that was opened last comes first", examples=[True])
+    ] = False,
+    after: AfterUpdate = None,
+    limit: Limit = 1000,
+) -> UpdateList:
+    """List the run's updates in the order of their opening, oldest or newest first.
+
+    With their state, lease and `commit_no`; a rewind names one of these numbers.
+    """
+    return await database.transaction(
+        service.list_updates, run_id, after, limit, state=state, newest_first=newest_first
+    )
 
 
 @router.put(
@@ -104,8 +121,11 @@ async def open_update(
 ) -> UpdateView:
     """Open an update for weights that come from this policy version, with a lease to be renewed.
 
-    Without a policy it is opened on the active version. The same call again answers 200; one with a policy may restate
-    it until the update's first reservation, one without leaves it as it is.
+    The begin of a training step, under an id that the trainer chooses (the step's number, say). Without a policy it is
+    opened on the active version.
+
+    Sent again: by the same owner 200, also after a restart; one with a policy may restate it until the update's first
+    reservation, one without leaves it as it is. By another owner 409 `update_owned`.
     """
     view, new = await database.transaction(service.open_update, run_id, update_id, body, caller)
     response.status_code = status.HTTP_201_CREATED if new else status.HTTP_200_OK
@@ -122,19 +142,28 @@ async def get_uses(
     ruleset_id: IdFilter = None,
     ruleset_hash: HashFilter = None,
 ) -> LineageUses:
-    """List the updates that used rollouts of this policy version, or of this ruleset, oldest first."""
+    """List the updates that used rollouts of this policy version, or of this ruleset, oldest first.
+
+    For the question what a bad version or a wrong ruleset has spoiled.
+    """
     return await database.transaction(lineage.uses, run_id, version, ruleset_id, ruleset_hash)
 
 
 @router.get("/{update_id}", responses=refusals("run_unknown", "update_unknown"))
 async def get_update(run_id: RunId, update_id: UpdateId, caller: Anyone, database: DatabaseHere) -> UpdateView:
-    """Show an update: its state, its lease, and its commit_no once it is committed."""
+    """Show an update: its state, its lease, and its commit_no once it is committed.
+
+    After a restart this tells a trainer whether its last step counted.
+    """
     return await database.transaction(service.get_update, run_id, update_id)
 
 
 @router.get("/{update_id}/lineage", responses=refusals("run_unknown", "update_unknown"))
 async def get_lineage(run_id: RunId, update_id: UpdateId, caller: Anyone, database: DatabaseHere) -> Lineage:
-    """Show what an update was made from: rollouts, policies and artifacts, rulesets, and what was refused."""
+    """Show what an update was made from: rollouts, policies and artifacts, rulesets, and what was refused.
+
+    With lag and drift of each member as they were measured at its reservation, and the versions that name the update.
+    """
     return await database.transaction(lineage.of_update, run_id, update_id)
 
 
@@ -157,6 +186,8 @@ async def get_candidates(
     With `wait_seconds` the call waits until that many are there. An empty answer says why and since when. With
     `reserve`, for runs whose drift_gate is off, they are bound in the same call. All share one contract.
     Accept: application/vnd.apache.arrow.stream answers in columns.
+
+    Sent again: what is held for this update comes first, and with `reserve` what it has bound.
     """
     run = await database.read(get_run, run_id)
     loop = asyncio.get_running_loop()
@@ -210,7 +241,10 @@ async def reserve_rollouts(
     """Bind rollouts to this update: each only if it is rewarded, at the revision seen, within lag and drift.
 
     Send the current policy's log-probs, from before the update's first optimizer step. Each rollout gets the
-    first reason that holds, or `reserved`. Sending the call again is safe.
+    first reason that holds, or `reserved`.
+
+    Sent again: what this update holds is answered `idempotent_retry`, and what it was refused the same refusal; nothing
+    moves twice.
     """
     kind, body = await read_body(request, "application/json", ARROW_MEDIA_TYPE)
     columns = await asyncio.to_thread(_decode, kind, body)
@@ -226,7 +260,12 @@ async def reserve_rollouts(
 async def renew_update(
     run_id: RunId, update_id: UpdateId, body: Renew, caller: Trainer, database: DatabaseHere
 ) -> UpdateView:
-    """Extend the update's lease by the run's lease time, from now."""
+    """Extend the update's lease by the run's lease time, from now.
+
+    Every third of `lease_seconds` is a good pace. When it answers 409 the update has ended: discard the step.
+
+    Sent again: the lease counts from the later call.
+    """
     return await database.transaction(service.renew, run_id, update_id, body, caller)
 
 
@@ -239,10 +278,12 @@ async def commit_update(
     database: DatabaseHere,
     changes: ChangesHere,
 ) -> UpdateView:
-    """Consume everything that the update holds, once, and get its commit_no. Sending it again is safe.
+    """Consume everything that the update holds, once, and get its commit_no.
 
     An update that holds nothing is committed too and takes a number: a step without rollouts is a place in the line
     like any other, which a checkpoint may name and a rewind may go back to.
+
+    Sent again: the update with the same commit_no, whatever has happened since; after a rewind its state is `rewound`.
     """
     view = await database.transaction(service.commit, run_id, update_id, body, caller)
     changes.announce(run_id)
@@ -258,7 +299,12 @@ async def abort_update(
     database: DatabaseHere,
     changes: ChangesHere,
 ) -> UpdateView:
-    """End the update without consuming anything: what it holds goes back, or into quarantine."""
+    """End the update without consuming anything: what it holds goes back, or into quarantine.
+
+    For a step that failed before its first optimizer step, or that is undone. The reason is recorded as a failure.
+
+    Sent again: the update as it stands. One that ended otherwise is 409 `update_fenced` or `lease_expired`.
+    """
     view = await database.transaction(service.abort, run_id, update_id, body, caller)
     changes.announce(run_id)
     return view

@@ -5,15 +5,16 @@ How they are planned is by design, as `coordinator.rollouts.queries` has it.
 
 from __future__ import annotations
 
-from sqlalchemy import text
+from sqlalchemy import TextClause, text
 
 from coordinator.rules.lifecycle import sources
 from coordinator.rules.reservation import RESERVE_REASONS
 from coordinator.storage.lost import LOST
 
 _LIVE = "(u.state = 'open' AND u.lease_until > clock_timestamp())"
+_STATE = f"CASE WHEN u.state = 'open' AND NOT {_LIVE} THEN 'expired' ELSE u.state END"
 _COLUMNS = f"""
-    u.update_id, u.contract_no, CASE WHEN u.state = 'open' AND NOT {_LIVE} THEN 'expired' ELSE u.state END AS state,
+    u.update_id, u.contract_no, {_STATE} AS state,
     u.owner, u.policy_version, u.artifact_hash, u.lag_clock, u.after_commit_no, u.commit_no, u.reason, u.opened_at,
     u.lease_until, u.ended_at,
     (SELECT count(*) FROM update_members m
@@ -26,9 +27,18 @@ _WITH_RUN = "updates u JOIN runs w USING (run_no)"
 
 GET_UPDATE = text(f"SELECT {_COLUMNS} FROM {_WITH_RUN} WHERE u.run_no = :run_no AND u.update_id = :update_id")
 
-LIST_UPDATES = text(f"""
-    SELECT {_COLUMNS} FROM {_WITH_RUN} WHERE u.run_no = :run_no ORDER BY u.opened_at, u.update_id LIMIT :limit
-""")
+
+def _list_updates(beyond: str, order: str) -> TextClause:
+    return text(f"""
+        SELECT {_COLUMNS} FROM {_WITH_RUN}
+        WHERE u.run_no = :run_no AND (CAST(:state AS text) IS NULL OR {_STATE} = :state)
+          AND (CAST(:after AS text) IS NULL OR (u.opened_at, u.update_id) {beyond}
+               (SELECT l.opened_at, l.update_id FROM updates l WHERE l.run_no = :run_no AND l.update_id = :after))
+        ORDER BY u.opened_at {order}, u.update_id {order} LIMIT :limit
+    """)
+
+
+OLDEST_UPDATES, NEWEST_UPDATES = _list_updates(">", "ASC"), _list_updates("<", "DESC")
 
 LOCK_UPDATE = text("SELECT FROM updates WHERE run_no = :run_no AND update_id = :update_id FOR UPDATE")
 

@@ -22,6 +22,7 @@ from coordinator.wire.updates import (
     OpenUpdate,
     Renew,
     UpdateList,
+    UpdateState,
     UpdateView,
 )
 
@@ -67,11 +68,25 @@ async def get_update(connection: AsyncConnection, run_id: str, update_id: str) -
     return update_view(run, await find_row(connection, run, update_id))
 
 
-async def list_updates(connection: AsyncConnection, run_id: str, limit: int) -> UpdateList:
-    """Updates, oldest first."""
+async def list_updates(
+    connection: AsyncConnection,
+    run_id: str,
+    after: str | None,
+    limit: int,
+    *,
+    state: UpdateState | None = None,
+    newest_first: bool = False,
+) -> UpdateList:
+    """Updates in the order of their opening or against it, those beyond `after`, all or those in one state."""
     run = await get_run(connection, run_id)
-    rows = await connection.execute(queries.LIST_UPDATES, {"run_no": run.run_no, "limit": limit})
-    return UpdateList(updates=[update_view(run, row) for row in rows])
+    if after is not None:
+        await find_row(connection, run, after)
+    rows = await connection.execute(
+        queries.NEWEST_UPDATES if newest_first else queries.OLDEST_UPDATES,
+        {"run_no": run.run_no, "after": after, "limit": limit, "state": state},
+    )
+    updates = [update_view(run, row) for row in rows]
+    return UpdateList(updates=updates, next_after=updates[-1].update_id if len(updates) == limit else None)
 
 
 async def open_update(

@@ -78,6 +78,7 @@ async def stream_events(
             alias="Last-Event-ID",
             pattern=r"^[0-9]{0,15}$",
             description="the id seen last, as browsers send it when they connect again; it comes before `after`",
+            examples=["6"],
         ),
     ] = "",
     events: Annotated[
@@ -116,5 +117,8 @@ async def stream_events(
 async def get_timeline(
     run_id: RunId, activation_id: ActivationId, caller: Anyone, database: DatabaseHere
 ) -> ActivationTimeline:
-    """Show how an activation went: version, switch and each worker's stages, with seconds since the opening."""
+    """Show how an activation went: version, switch and each worker's stages, with seconds since the opening.
+
+    Which worker took long, and for what: downloading, verifying, loading.
+    """
     return await database.transaction(timeline.get_timeline, run_id, activation_id)

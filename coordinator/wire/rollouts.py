@@ -332,6 +332,22 @@ class ReleaseAnswer(WireModel):
     verdicts: list[ReleaseVerdict]
 
 
+class QuarantineEntry(WireModel):
+    """Rollouts that are in quarantine for one reason, put there by one update or by none."""
+
+    reason: str
+    update_id: str | None = Field(description="release them by update_id and reason; none: by their ids")
+    rollouts: int
+    since: datetime = Field(description="when the first of them was quarantined")
+    until: datetime = Field(description="when the last of them was")
+
+
+class Quarantine(WireModel):
+    """What is in quarantine, what was put there last first."""
+
+    entries: list[QuarantineEntry]
+
+
 class RolloutView(WireModel):
     """A rollout as it stands, without its tokens."""
 

@@ -66,6 +66,7 @@ class TokenView(WireModel):
     created_at: datetime
     expires_at: datetime | None
     revoked_at: datetime | None
+    last_used_at: datetime | None = Field(None, description="to the minute; none: never, or before this was recorded")
 
 
 class CreatedToken(TokenView):

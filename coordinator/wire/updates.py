@@ -39,11 +39,14 @@ class OpenUpdate(WireModel):
         return self
 
 
+UpdateState = Literal["open", "committed", "aborted", "expired", "fenced", "rewound"]
+
+
 class UpdateView(WireModel):
     """An update as it stands."""
 
     update_id: str
-    state: Literal["open", "committed", "aborted", "expired", "fenced", "rewound"]
+    state: UpdateState
     owner: str
     policy_version: int
     artifact_hash: Sha256
@@ -59,9 +62,10 @@ class UpdateView(WireModel):
 
 
 class UpdateList(WireModel):
-    """Updates, oldest first."""
+    """Updates in the order of their opening; `next_after` continues the list, none: it ended."""
 
     updates: list[UpdateView]
+    next_after: str | None
 
 
 class CandidatesRequest(WireModel):

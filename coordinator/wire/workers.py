@@ -47,6 +47,9 @@ class WorkerView(WireModel):
     fenced: bool
     fenced_reason: str | None
     suspect_reason: str | None
+    version: int | None = Field(description="the policy version that this incarnation confirmed last")
+    drift: float | None = Field(description="mean drift of its rollouts that were measured at lag 0; none: of none yet")
+    drift_rollouts: int = Field(description="how many those are")
     engine: str
     engine_version: str
     registered_at: datetime

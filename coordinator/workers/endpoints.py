@@ -31,7 +31,10 @@ LIVE = ("run_unknown", "worker_unknown", "incarnation_superseded", "incarnation_
 
 @router.get("", responses=refusals("run_unknown"))
 async def list_workers(run_id: RunId, caller: Anyone, database: DatabaseHere) -> WorkerList:
-    """List the run's workers with their heartbeats."""
+    """List the run's workers with their heartbeats.
+
+    Every worker that ever registered, by id, with its state, whether it is fenced or suspect, and why.
+    """
     return await database.transaction(service.list_workers, run_id)
 
 
@@ -44,7 +47,14 @@ async def register_worker(
     database: DatabaseHere,
     changes: ChangesHere,
 ) -> WorkerView:
-    """Register one life of a worker process. The acks of the life before count no longer."""
+    """Register one life of a worker process. The acks of the life before count no longer.
+
+    The first call of a process, under an incarnation that no other process ever had: a random one will do. A rollout
+    counts only from an incarnation that registered and acked the version that made it.
+
+    Sent again: the worker as it stands. An incarnation that was superseded cannot come back: 409
+    `incarnation_superseded`.
+    """
     view = await database.transaction(service.register, run_id, worker_id, body, caller)
     changes.announce(run_id)
     return view
@@ -54,7 +64,13 @@ async def register_worker(
 async def heartbeat(
     run_id: RunId, worker_id: WorkerId, body: Heartbeat, caller: WorkerCaller, database: DatabaseHere
 ) -> Watch:
-    """Say that this incarnation lives; the answer is what `watch` answers."""
+    """Say that this incarnation lives; the answer is what `watch` answers.
+
+    Every `heartbeat_seconds` of the run; after `lost_after_seconds` of silence the worker counts as lost. An engine
+    that gives its GPU away says so with `asleep_seconds`.
+
+    Sent again: one more sign of life.
+    """
     return await database.transaction(service.beat, run_id, worker_id, body)
 
 
@@ -67,7 +83,13 @@ async def drain_worker(
     database: DatabaseHere,
     changes: ChangesHere,
 ) -> WorkerView:
-    """Leave the activations to come out, and finish what was begun."""
+    """Leave the activations to come out, and finish what was begun.
+
+    The worker takes no more tickets and is dropped from an open activation; its rollouts still arrive. Deregister when
+    they have.
+
+    Sent again: the worker as it stands; once it is deregistered, 409 `incarnation_unknown`.
+    """
     view = await database.transaction(service.drain, run_id, worker_id, body, caller)
     changes.announce(run_id)
     return view
@@ -82,7 +104,12 @@ async def deregister_worker(
     database: DatabaseHere,
     changes: ChangesHere,
 ) -> WorkerView:
-    """End this life of the worker."""
+    """End this life of the worker.
+
+    What it generated stays vouched for. The process comes back by registering as a new incarnation.
+
+    Sent again: the worker as it stands.
+    """
     view = await database.transaction(service.deregister, run_id, worker_id, body, caller)
     changes.announce(run_id)
     return view
@@ -97,7 +124,13 @@ async def fence_worker(
     database: DatabaseHere,
     changes: ChangesHere,
 ) -> WorkerView:
-    """Take a worker out until it acks a version that it loaded whole."""
+    """Take a worker out until it acks a version that it loaded whole.
+
+    For a worker that seems to serve wrong weights: its acks are void, it takes no tickets, and an activation that opens
+    does not require it.
+
+    Sent again: it is fenced anew, for the reason that is given last; an ack that came between the two is void.
+    """
     view = await database.transaction(service.fence, run_id, worker_id, body, caller)
     changes.announce(run_id)
     return view
@@ -116,6 +149,9 @@ async def ack_policy(
 
     A wrong hash is stored, counts for nothing and fences the worker until the right ack replaces it. The last
     ack that an open activation waits for makes the switch.
+
+    Sent again: judged anew and answered the same; the newest ack of an incarnation for a version replaces the one
+    before.
     """
     verdict = await database.transaction(acks.take_ack, run_id, worker_id, body, caller)
     changes.announce(run_id)
@@ -131,7 +167,12 @@ async def note_stage(
     database: DatabaseHere,
     changes: ChangesHere,
 ) -> WorkerView:
-    """Say how far this worker has come with a version: an event for those who watch; only an ack counts."""
+    """Say how far this worker has come with a version: an event for those who watch; only an ack counts.
+
+    It is what the timeline of an activation is drawn from.
+
+    Sent again: one more entry in the journal, which decides nothing.
+    """
     view = await database.transaction(service.note_stage, run_id, worker_id, body, caller)
     changes.announce(run_id)
     return view
@@ -146,7 +187,13 @@ async def report_failure(
     database: DatabaseHere,
     changes: ChangesHere,
 ) -> WorkerView:
-    """Report that a version could not be downloaded, verified or loaded."""
+    """Report that a version could not be downloaded, verified or loaded.
+
+    The worker is fenced until it acks a version that it loaded whole; an activation that waits for it goes on waiting,
+    to its deadline.
+
+    Sent again: one more failure is recorded, and the fence stays.
+    """
     view = await database.transaction(service.report_failure, run_id, worker_id, body, caller)
     changes.announce(run_id)
     return view
@@ -156,5 +203,11 @@ async def report_failure(
 async def ask_tickets(
     run_id: RunId, worker_id: WorkerId, body: TicketRequest, caller: WorkerCaller, database: DatabaseHere
 ) -> TicketAnswer:
-    """Ask which groups may be generated now. Arrival never needs a ticket."""
+    """Ask which groups may be generated now. Arrival never needs a ticket.
+
+    The run's `groups_per_update` and `max_lag` say how many groups are worth generating: what goes beyond would be
+    stale before a trainer could take it. A ticket ends with its group's first arrival, or after `ticket_seconds`.
+
+    Sent again: groups that the worker has a ticket for are granted again, and count once.
+    """
     return await database.transaction(tickets.grant_tickets, run_id, worker_id, body)

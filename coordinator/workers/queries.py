@@ -15,6 +15,14 @@ _COLUMNS = f"""
            WHERE run_no = workers.run_no AND worker_id = workers.worker_id AND incarnation = workers.incarnation) AS j
      LEFT JOIN worker_drift d ON d.run_no = workers.run_no AND d.worker_id = workers.worker_id
         AND d.incarnation = workers.incarnation) AS suspect_reason,
+    (SELECT a.version FROM acks a
+     WHERE a.run_no = workers.run_no AND a.worker_id = workers.worker_id AND a.incarnation = workers.incarnation
+       AND a.matching
+     ORDER BY a.acked_at DESC LIMIT 1) AS version,
+    (SELECT d.n FROM worker_drift d WHERE d.run_no = workers.run_no AND d.worker_id = workers.worker_id
+        AND d.incarnation = workers.incarnation) AS drift_rollouts,
+    (SELECT d.total / d.n FROM worker_drift d WHERE d.run_no = workers.run_no AND d.worker_id = workers.worker_id
+        AND d.incarnation = workers.incarnation AND d.n > 0) AS drift,
     {LOST} AS lost
 """
 

@@ -122,6 +122,9 @@ class Player:
                 told["seconds"] = self.clock.seconds(value["seconds"], datetime.fromisoformat(value["at"]))
             if "token_id" in value:
                 told["token_id"] = TOKEN_IDS.get(value["name"], ADMIN_TOKEN_ID)
+                # Written down a few seconds after the use, whenever that is: the story tells it of one token.
+                revoked = value.get("revoked_at") is not None
+                told["last_used_at"] = self.clock.of(self.clock.begins[-2]) if revoked else None
             if "token" in value:
                 told["token"] = f"rct_{told['token_id']}_{SECRET}"
             return told

@@ -24,7 +24,7 @@ JSON = "application/json"
 BYTES = "application/octet-stream"
 ARROW = "application/vnd.apache.arrow.stream"
 WITHOUT_TOKEN = {"healthz", "readyz"}
-TAKE_A_FILE = {"upload_file"}
+CARRIES = {"401": "WWW-Authenticate", "416": "Content-Range", "429": "Retry-After", "503": "Retry-After"}
 
 
 @pytest.fixture
@@ -65,6 +65,91 @@ def test_every_call_says_what_it_is_for_and_whom(api: Api, document: Json) -> No
         assert ("security" in operation) == bool(guards), name
 
 
+def test_every_call_says_more_than_its_name_and_what_the_same_again_answers(document: Json) -> None:
+    for method, _, operation in operations(document):
+        name = operation["operationId"]
+        _, second, *rest = operation["description"].split("\n\n")
+        assert not second.startswith(("Sent again: ", "Roles: ")), f"{name}: say when it is used, below its first line"
+        assert len(second) >= 40, name
+        again = [part for part in (second, *rest) if part.startswith("Sent again: ")]
+        assert len(again) == 1, f"{name}: say what it answers when it is sent again"
+        assert method == "GET" or "reads" in again[0] or len(again[0]) >= 30, name
+
+
+def test_every_name_is_one_for_a_client(document: Json) -> None:
+    names = [operation["operationId"] for _, _, operation in operations(document)]
+    for name in names:
+        assert re.fullmatch(r"[a-z]+(_[a-z]+)*", name), name
+    assert len({name.replace("_", "") for name in names}) == len(names)
+
+
+def test_the_document_introduces_itself(document: Json) -> None:
+    info = document["info"]
+    assert info["license"] == {"name": "Apache License 2.0", "identifier": "Apache-2.0"}
+    assert len(info["description"]) > 400
+    assert [server["url"] for server in document["servers"]] == ["/"]
+    tags = {tag["name"]: tag["description"] for tag in document["tags"]}
+    assert list(tags)[:3] == ["runs", "workers", "rollouts"]
+    used = [operation["tags"][0] for _, _, operation in operations(document)]
+    assert list(dict.fromkeys(used)) == list(tags), "the paths of one tag stand together, in the order of the tags"
+    for tag, description in tags.items():
+        assert len(description) >= 20, f"describe the tag {tag} in coordinator.openapi.document.TAGS"
+    (scheme,) = document["components"]["securitySchemes"].values()
+    assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
+    assert "Authorization: Bearer" in scheme["description"]
+
+
+BOUNDS = {"maxLength", "enum", "format", "const"}
+
+
+def bounded(schema: Json) -> bool:
+    """Whether a value cannot be of any size: texts and numbers have a bound on both sides, whatever they hold."""
+    kinds = [kind for kind in schema.get("anyOf", [schema]) if kind.get("type") != "null"]
+    return all(
+        {"minimum", "maximum"} <= kind.keys()
+        if kind.get("type") in ("integer", "number")
+        else kind.get("type") == "boolean" or BOUNDS & kind.keys() or not re.search(r"[*+]", kind.get("pattern", "*"))
+        for kind in kinds
+    )
+
+
+def test_every_parameter_is_described_with_bounds_and_an_example(document: Json) -> None:
+    seen = 0
+    for _, _, operation in operations(document):
+        for parameter in operation.get("parameters", ()):
+            where = (operation["operationId"], parameter["name"])
+            schema = parameter["schema"]
+            assert parameter["description"], where
+            assert bounded(schema), where
+            shown = [example["value"] for example in parameter.get("examples", {}).values()]
+            shown += [value for kind in (schema, *schema.get("anyOf", ())) for value in kind.get("examples", ())]
+            assert shown, where
+            for value in shown:
+                assert not schema_faults(document, schema, value), where
+            seen += 1
+    assert seen > 100
+
+
+def test_every_header_of_an_answer_is_described(document: Json) -> None:
+    found = set()
+    for _, _, operation in operations(document):
+        for status, answer in operation["responses"].items():
+            for name, header in answer.get("headers", {}).items():
+                assert header["description"], (operation["operationId"], status, name)
+                assert not schema_faults(document, header["schema"], header["example"])
+                found.add((status, name))
+    assert found >= {
+        ("200", "ETag"), ("206", "ETag"), ("206", "Content-Range"), ("401", "WWW-Authenticate"),
+        ("416", "Content-Range"), ("429", "Retry-After"), ("503", "Retry-After"),
+    }  # fmt: skip
+
+
+def test_every_field_of_a_body_says_what_it_holds(document: Json) -> None:
+    """By its own description, or by that of the model that it refers to, or by a name that says it all."""
+    for name, schema in document["components"]["schemas"].items():
+        assert schema.get("description"), name
+
+
 def test_every_call_says_what_it_may_refuse(document: Json) -> None:
     for _, _, operation in operations(document):
         name, answers = operation["operationId"], operation["responses"]
@@ -82,9 +167,12 @@ def test_every_call_says_what_it_may_refuse(document: Json) -> None:
             assert content["examples"], (name, status)
             for code, example in content["examples"].items():
                 assert PROBLEMS[code].status == int(status), (name, code)
-                assert not schema_faults(document, content["schema"], example["value"])
-            headers = {"401": {"WWW-Authenticate"}, "429": {"Retry-After"}, "503": {"Retry-After"}}.get(status, set())
-            assert set(answer.get("headers", {})) == headers, (name, status)
+                assert example == {"$ref": f"#/components/examples/{code}"}
+                shown = document["components"]["examples"][code]["value"]
+                assert (shown["code"], shown["next_step"]) == (code, PROBLEMS[code].next_step)
+                assert not schema_faults(document, content["schema"], shown)
+            header = CARRIES.get(status)
+            assert header is None or header in answer["headers"], (name, status)
 
 
 def test_every_code_is_documented_where_it_may_come_from(document: Json) -> None:
@@ -102,12 +190,6 @@ def test_every_code_is_documented_where_it_may_come_from(document: Json) -> None
 def test_every_call_has_an_example_of_its_request_and_of_its_good_answer(document: Json) -> None:
     for _, path, operation in operations(document):
         name = operation["operationId"]
-        for parameter in operation.get("parameters", ()):
-            assert parameter["description"], (name, parameter["name"])
-            if parameter["in"] == "path":
-                assert parameter["examples"], (name, parameter["name"])
-            for example in parameter.get("examples", {}).values():
-                assert not schema_faults(document, parameter["schema"], example["value"]), (name, parameter["name"])
         for media, content in operation.get("requestBody", {"content": {}})["content"].items():
             if media == ARROW:
                 continue
@@ -149,7 +231,7 @@ def test_bodies_in_arrow_are_described_column_by_column(document: Json) -> None:
                 assert f"| `{column['name']}` | `{column['type']}`" in content["schema"]["description"]
             evidence = {c["name"]: c["type"] for c in columns if c["name"].endswith("log_probs")}
             assert set(evidence.values()) == {"list<float32>"}
-    assert found == {"submit_rollouts", "read_many", "get_candidates", "reserve_rollouts"}
+    assert found == {"submit_rollouts", "read_evidence", "get_candidates", "reserve_rollouts"}
 
 
 def without(table: pa.Table, name: str) -> bytes:

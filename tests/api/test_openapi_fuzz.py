@@ -64,7 +64,7 @@ UNSAYABLE: dict[tuple[str, str, str | None], str] = {
 }
 """Call, code and field of what is refused although it fits its schema: rules that JSON Schema cannot say."""
 
-ALSO_AN_ID = {"report_generation_failures", "release_rollouts", "read_many"}
+ALSO_AN_ID = {"report_generation_failures", "release_rollouts", "read_evidence"}
 """Their addresses, /rollouts/failures for one, are also that of a rollout of this id: Allow has GET beside POST."""
 
 

@@ -50,6 +50,7 @@ def test_address_and_token_come_from_arguments_then_environment_then_data_folder
 ) -> None:
     monkeypatch.delenv("COORDINATOR_URL", raising=False)
     monkeypatch.delenv("COORDINATOR_TOKEN", raising=False)
+    monkeypatch.delenv("COORDINATOR_TOKEN_FILE", raising=False)
     monkeypatch.setenv("COORDINATOR_DATA", str(tmp_path))
     with pytest.raises(NotConfigured, match="COORDINATOR_URL"):
         Coordinator()
@@ -61,6 +62,22 @@ def test_address_and_token_come_from_arguments_then_environment_then_data_folder
     monkeypatch.setenv("COORDINATOR_URL", "http://127.0.0.1:2")
     assert Coordinator().url == "http://127.0.0.1:2"
     assert Coordinator("http://127.0.0.1:3/").url == "http://127.0.0.1:3"
+
+
+def test_a_token_may_lie_in_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COORDINATOR_URL", "http://127.0.0.1:1")
+    monkeypatch.delenv("COORDINATOR_TOKEN", raising=False)
+    monkeypatch.setenv("COORDINATOR_TOKEN_FILE", str(tmp_path / "token"))
+    with pytest.raises(NotConfigured, match="COORDINATOR_TOKEN_FILE names a file that cannot be read"):
+        Coordinator()
+    (tmp_path / "token").write_text("two\nlines\n")
+    with pytest.raises(NotConfigured, match="characters that no token has"):  # this is what was read
+        Coordinator()
+    monkeypatch.setenv("COORDINATOR_TOKEN", "secret")  # the variable itself counts before the file
+    assert Coordinator().url == "http://127.0.0.1:1"
+    monkeypatch.delenv("COORDINATOR_TOKEN")
+    (tmp_path / "token").write_text("secret\n")
+    assert Coordinator().url == "http://127.0.0.1:1"
 
 
 def test_a_bad_address_or_token_is_named_at_once() -> None:

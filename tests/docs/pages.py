@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 import tempfile
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from worker_agent.status.metrics import Numbers
 from worker_agent.status.vitals import Vitals
 
 DOCS = Path(__file__).parents[2] / "docs"
+OPENAPI = DOCS / "openapi.json"
 PAGES = {
     "lifecycle": DOCS / "guarantees.md",
     "calls": DOCS / "api.md",
@@ -67,6 +69,11 @@ def generated(name: str) -> str:
         case "worker metrics":
             return "\n".join(["| metric | kind | labels | meaning |", "|---|---|---|---|", *_worker_metrics()])
     raise ValueError(name)
+
+
+def openapi_file() -> str:
+    """The text of `docs/openapi.json`."""
+    return json.dumps(_document(), indent=1, ensure_ascii=False) + "\n"
 
 
 @functools.cache
@@ -155,3 +162,4 @@ def fill(name: str, page: str) -> str:
 if __name__ == "__main__":
     for part, path in PAGES.items():
         path.write_text(fill(part, path.read_text(encoding="utf-8")), encoding="utf-8")
+    OPENAPI.write_text(openapi_file(), encoding="utf-8")

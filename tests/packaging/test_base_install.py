@@ -98,7 +98,7 @@ def test_wheel_carries_the_migrations_and_both_packages(wheel: Path) -> None:
     shipped = {f"coordinator/_migrations/{path.relative_to(ROOT / 'migrations')}" for path in migration_files()}
     assert shipped
     assert shipped <= names
-    assert {"coordinator/cli.py", "worker_agent/cli.py"} <= names
+    assert {"coordinator/cli/__init__.py", "worker_agent/cli.py"} <= names
     assert not [name for name in names if name.startswith(("migrations/", "tests/"))]
 
 

@@ -33,10 +33,10 @@ def coordinator(*arguments: str, **environment: str) -> subprocess.CompletedProc
 
 
 def refusal(done: subprocess.CompletedProcess[str]) -> str:
-    """The one line of a command that refused."""
+    """The last line of a command that refused, and what it says to do."""
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
-    return done.stderr.strip().split("\n")[-1]
+    return "coordinator: " + done.stderr.rpartition("coordinator: ")[2].strip()
 
 
 def test_beyond_loopback_only_with_a_token(database_url: str, tmp_path: Path) -> None:

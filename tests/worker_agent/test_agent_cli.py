@@ -17,7 +17,7 @@ from tests.client.server_process import ServerProcess
 from worker_agent.models import identify
 
 
-@pytest.mark.parametrize("engine", ["vllm", "vllm-server", "transformers"])
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
 def test_it_works_from_stdin_and_leaves_in_good_order_on_sigterm(tmp_path: Path, tiny_model: Path, engine: str) -> None:
     server = ServerProcess(tmp_path / "data")
     server.start()

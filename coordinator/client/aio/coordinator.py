@@ -19,10 +19,10 @@ class AsyncCoordinator:
     """A coordinator, as one process sees it; close it, or use it with `async with`.
 
     `url` may name several replicas, separated by commas: when one does not answer, the next is asked.
-    `url` and `token` come from the arguments, else from COORDINATOR_URL and COORDINATOR_TOKEN, else from
-    the files `address` and `admin.token` in the data folder of a coordinator on this machine
-    (COORDINATOR_DATA, else ./.data). `timeout_seconds` bounds the silence on one attempt, `retry_seconds`
-    all attempts of one call. Raises `NotConfigured` where nothing is found. May be used from several
+    `url` and `token` come from the arguments, else from COORDINATOR_URL and COORDINATOR_TOKEN (or the file that
+    COORDINATOR_TOKEN_FILE names), else from the files `address` and `admin.token` in the data folder of a coordinator
+    on this machine (COORDINATOR_DATA, else ./.data). `timeout_seconds` bounds the silence on one attempt,
+    `retry_seconds` all attempts of one call. Raises `NotConfigured` where nothing is found. May be used from several
     tasks.
 
     `owner` names this process as the owner of its updates. Left out it is random: a restarted trainer cannot touch
@@ -45,6 +45,7 @@ class AsyncCoordinator:
             url or os.environ.get("COORDINATOR_URL") or _from_data_folder("address", "address", "COORDINATOR_URL"),
             token
             or os.environ.get("COORDINATOR_TOKEN")
+            or _from_token_file()
             or _from_data_folder("admin.token", "token", "COORDINATOR_TOKEN"),
             timeout_seconds=timeout_seconds,
             retry_seconds=retry_seconds,
@@ -103,6 +104,16 @@ class AsyncCoordinator:
     async def revoke_token(self, token_id: str) -> None:
         """End a token at once."""
         await self._connection.send("DELETE", ("tokens", token_id))
+
+
+def _from_token_file() -> str | None:
+    """What the file holds that COORDINATOR_TOKEN_FILE names; None where it names none."""
+    if not (name := os.environ.get("COORDINATOR_TOKEN_FILE")):
+        return None
+    try:
+        return Path(name).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise NotConfigured(f"COORDINATOR_TOKEN_FILE names a file that cannot be read: {error}") from error
 
 
 def _from_data_folder(name: str, what: str, variable: str) -> str:

@@ -1,0 +1,1 @@
+"""The dashboard: pages for a browser, that read the same API as everybody else."""

@@ -1,0 +1,1 @@
+"""Statistics of a run over a window of time."""

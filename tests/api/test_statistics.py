@@ -1,0 +1,136 @@
+"""Statistics: what they count, and what they cost."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from coordinator.statistics import queries, service
+from coordinator.wire.statistics import Statistics
+from tests.api.ledger import Api, Ledger, ok, refused
+
+ROWS = 200_000
+"""Changes in the audit of a run that is long, of which the window holds one in a hundred."""
+
+
+async def statistics(ledger: Ledger, query: str = "") -> Statistics:
+    return Statistics.model_validate(await ledger.get(f"/statistics{query}"))
+
+
+def total(found: Statistics, field: str) -> int:
+    return sum(getattr(bucket, field) for bucket in found.buckets)
+
+
+async def test_flow_refusals_ages_and_distributions(api: Api) -> None:
+    ledger = await Ledger.create(api, max_drift=0.2)
+    await ledger.worker()
+    used, drifted = await ledger.group("used"), await ledger.group("drifted")
+    await ledger.submit(*(ledger.rollout(f"waiting:{i}", "waiting", i) for i in range(2)))
+    ok(await ledger.open())
+    assert set(await ledger.reserve(*used, shift=0.05)) == {"reserved"}
+    assert set(await ledger.reserve(*drifted, shift=1.0)) == {"policy_drift"}
+    found = await statistics(ledger, "?window_seconds=60&buckets=4")
+
+    assert (len(found.buckets), found.bucket_seconds) == (4, 15.0)
+    assert {name: total(found, name) for name in ("arrived", "rewarded", "reserved", "consumed", "quarantined")} == {
+        "arrived": 6,
+        "rewarded": 4,
+        "reserved": 2,
+        "consumed": 0,
+        "quarantined": 2,
+    }
+    assert [(r.event, r.reason, r.rollouts) for r in found.refused] == [("quarantine", "policy_drift", 2)]
+    assert {age.state: age.rollouts for age in found.ages} == {"generated": 2, "reserved": 2}
+    assert all(0 <= age.median_seconds <= age.oldest_seconds for age in found.ages)
+    (version,) = found.versions
+    assert (version.version, version.arrived, version.judged) == (0, 6, 4)
+    assert version.states == {"generated": 2, "reserved": 2, "quarantined": 2}
+    assert version.lags == {"0": 4}
+    assert version.drift_max == pytest.approx(1.0)
+    # 0.05 lies in [0.04, 0.06), and 1.0 beyond twice the limit.
+    assert {number: n for number, n in enumerate(version.drifts) if n} == {2: 2, 20: 2}
+    assert found.drift_edges[10] == pytest.approx(found.max_drift)
+
+    worker = (await ledger.get("/workers"))["workers"][0]
+    assert (worker["version"], worker["drift_rollouts"]) == (0, 4)
+    assert worker["drift"] == pytest.approx((2 * 0.05 + 2 * 1.0) / 4)
+
+
+async def test_what_was_sent_back_is_told_by_worker(api: Api) -> None:
+    ledger = await Ledger.create(api)
+    await ledger.worker()
+    body = ledger.rollout("bad", "g", 0) | {"token_ids": [1, 2, 3, 4, 5, 1000]}
+    assert [verdict["verdict"] for verdict in await ledger.submit(body)] == ["rejected"]
+    (rejected,) = (await statistics(ledger)).rejected
+    assert (rejected.worker_id, rejected.rollouts) == ("w", 1)
+    assert "1000" in rejected.last_detail
+
+
+async def test_one_read_serves_all_who_ask_at_once(api: Api) -> None:
+    ledger = await Ledger.create(api)
+    answers = await asyncio.gather(*(statistics(ledger) for _ in range(8)))
+    assert len({answer.at for answer in answers}) == 1
+
+
+async def test_a_run_that_is_not_there_and_windows_out_of_range(api: Api) -> None:
+    ledger = await Ledger.create(api)
+    refused(await api.call("GET", "/runs/none/statistics"), 404, "run_unknown")
+    refused(await api.call("GET", "/runs/none/statistics"), 404, "run_unknown")  # a failure is not kept
+    for query in ("window_seconds=59", "window_seconds=86401", "buckets=0", "buckets=241"):
+        refused(await ledger.call("GET", f"/statistics?{query}"), 422, "invalid_request")
+
+
+async def test_a_window_that_holds_too_much_is_refused(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = await Ledger.create(api)
+    monkeypatch.setattr(service, "STATEMENT_MILLISECONDS", 50)
+    async with api.database.engine.begin() as connection:
+        await connection.execute(text("LOCK TABLE rollout_audit"))
+        problem = refused(await ledger.call("GET", "/statistics"), 503, "unavailable")
+    assert "shorter window" in problem["detail"]
+    ok(await ledger.call("GET", "/statistics"))
+
+
+async def test_a_long_run_costs_what_its_window_holds(api: Api) -> None:
+    ledger = await Ledger.create(api)
+    run_no = (await api.rows("SELECT run_no FROM runs"))[0].run_no
+    async with api.database.engine.begin() as connection:
+        # Oldest first, a hundred windows long, as the changes of a run lie on disk.
+        await connection.execute(
+            text("""
+                INSERT INTO rollout_audit (run_no, rollout_id, revision, event, from_state, to_state, actor, at)
+                SELECT :run_no, CAST(n AS text), 0, 'arrive', NULL, 'generated', 'worker:w',
+                       clock_timestamp() - make_interval(secs => (CAST(:rows AS int) - n) * 0.03)
+                FROM generate_series(1, CAST(:rows AS int)) AS n
+            """),
+            {"run_no": run_no, "rows": ROWS},
+        )
+        await connection.execute(text("SELECT brin_summarize_new_values('rollout_audit_at')"))
+        await connection.execute(text("ANALYZE rollout_audit"))
+    plans = [plan async for plan in explained(api, ledger, run_no)]
+    for plan in plans:
+        visited = plan["Actual Rows"] + plan.get("Rows Removed by Index Recheck", 0)
+        assert plan["Node Type"] == "Bitmap Heap Scan", plan
+        assert plan["Plans"][0]["Index Name"] == "rollout_audit_at"
+        assert visited < ROWS / 10, plan
+    assert len(plans) == 2
+
+
+async def explained(api: Api, ledger: Ledger, run_no: int) -> Any:
+    """The scans of the audit as they were run."""
+
+    async def plan(connection: AsyncConnection, statement: Any, parameters: dict[str, Any]) -> Any:
+        return await connection.scalar(text(f"EXPLAIN (ANALYZE, TIMING OFF, FORMAT JSON) {statement.text}"), parameters)
+
+    clock = (await api.rows(queries.WINDOW.text, bucket_seconds=1.0, buckets=60))[0]
+    window = {"run_no": run_no, "begin": clock.begin, "end": clock.now}
+    for statement, more in ((queries.FLOW, {"bucket_seconds": 1.0}), (queries.REFUSED, {})):
+        found = [(await api.database.transaction(plan, statement, window | more))[0]["Plan"]]
+        while found:
+            node = found.pop()
+            if node.get("Relation Name") == "rollout_audit":
+                yield node
+            found += node.get("Plans", [])
