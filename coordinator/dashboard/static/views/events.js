@@ -17,10 +17,17 @@ function subject(run, { event, subject: name, detail }) {
   return html`<a class="id" href=${address}>${page === "policies" ? `v${name}` : name}</a>${detail.version !== undefined && page !== "policies" && html` <small>v${detail.version}</small>`}`;
 }
 
+/** A value in few words: of a hash, and of each of a digest's hashes, its beginning. */
+function word(name, value) {
+  if (Array.isArray(value)) return value.join(" ");
+  if (typeof value === "object") return Object.values(value).map((part) => String(part).slice(0, 12)).join(" ");
+  return name.endsWith("hash") ? String(value).slice(0, 12) : value;
+}
+
 function told(detail) {
   const { version, ...rest } = detail;
   return Object.entries(rest).filter(([, value]) => value !== null && value !== "" && !(Array.isArray(value) && value.length === 0))
-    .map(([name, value]) => `${name.replaceAll("_", " ")} ${/hash/.test(name) ? String(value).slice(0, 12) : Array.isArray(value) ? value.join(" ") : typeof value === "object" ? JSON.stringify(value) : value}`).join(", ");
+    .map(([name, value]) => `${name.replaceAll("_", " ")} ${word(name, value)}`).join(", ");
 }
 
 export const EventTable = ({ run, entries }) =>

@@ -78,7 +78,7 @@ function PolicyPanel({ run, view, diagnosis }) {
             ["Opened", html`<${Age} at=${activation.opened_at} />`],
             ["Deadline", html`<${Until} at=${activation.deadline_at} />`],
             ["Artifact", activation.artifact_committed ? "committed" : html`<${State} of="missing" title="not committed yet" />`],
-            ["Waits for", `${activation.missing_workers.length + activation.mismatched_workers.length} workers`],
+            ["Workers to confirm", activation.missing_workers.length + activation.mismatched_workers.length],
           ]} />
           <${Stages} run=${run} id=${activation.activation_id} /></div>`}
   <//>`;
