@@ -1,15 +1,17 @@
 # Two commands: `make demo` shows the product on real models, `make test` proves it. Both prepare .venv first.
 PYTHON ?= python3.11
 BIN := .venv/bin
+PIP_AUDIT ?= pip-audit
 
 .DEFAULT_GOAL := help
-.PHONY: help setup programs demo test bench docs lint format api-compat clean
+.PHONY: help setup programs demo test bench docs audit lint format api-compat clean
 
 help:
 	@echo "make demo     two vLLM workers, a verl trainer and the coordinator, on this machine's CPU"
 	@echo "make test     lint, types, import contracts, then every test"
 	@echo "make bench    rollouts in and out of the coordinator, beside the same statements without HTTP"
 	@echo "make docs     the documentation as a site, in site/"
+	@echo "make audit    known vulnerabilities of what the lock files pin, by pip-audit"
 	@echo "make setup    the environment in .venv (demo and test do this themselves)"
 	@echo "make lint     ruff, mypy and import-linter alone"
 	@echo "make format   let ruff format and fix the code"
@@ -37,6 +39,12 @@ bench: setup
 docs: setup
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --clean
 	@echo "site/index.html"
+
+audit:
+	@command -v $(PIP_AUDIT) >/dev/null || { echo "audit: $(PIP_AUDIT) was not found: pipx install pip-audit, on a machine that reaches pypi.org" >&2; exit 1; }
+	@for lock in server cpu; do \
+		$(PIP_AUDIT) --requirement requirements/$$lock.lock --no-deps --disable-pip --progress-spinner off || exit 1; \
+	done
 
 lint: setup
 	@$(BIN)/ruff check .

@@ -104,4 +104,5 @@ AfterUpdate = Annotated[
         examples=["update-17"],
     ),
 ]
+NewestFirst = Annotated[bool, Query(description="true: the newest comes first", examples=[True])]
 Limit = Annotated[int, Query(ge=1, le=1000, description="how many at most", examples=[100])]

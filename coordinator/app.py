@@ -8,16 +8,22 @@ from collections.abc import AsyncIterator, Collection
 from importlib.metadata import version
 from pathlib import Path
 
-from fastapi import FastAPI, Request
-from sqlalchemy import text
+from fastapi import FastAPI
 
 from coordinator import clocks, errors
 from coordinator.body import BodyLimit
 from coordinator.dashboard import pages
 from coordinator.diagnosis import router as diagnosis
 from coordinator.errors import refusals
+from coordinator.metrics.collector import Standings, watch_space
+from coordinator.metrics.endpoint import Readers, metrics_route
+from coordinator.metrics.standing import Standing
 from coordinator.openapi import document, page
 from coordinator.operations.access import still_valid
+from coordinator.operations.limits import Limits
+from coordinator.operations.numbers import Numbers
+from coordinator.operations.readiness import Readiness
+from coordinator.operations.requests import Requests
 from coordinator.operations.token_uses import TokenUses
 from coordinator.policies import reading
 from coordinator.policies.endpoints import router as policies
@@ -51,8 +57,8 @@ only when it is fresh, binds it to exactly one update, and switches the active p
 worker has confirmed the same version and hash.
 
 Every call that changes something may be sent again; each says what it answers then. Every refusal is an
-`application/problem+json` document with a stable `code` and a `next_step`. Fields and values may be added to answers:
-pass over those that you do not know.
+`application/problem+json` document with a stable `code` and a `next_step`. Fields may be added to answers, and codes
+to refusals: pass over those that you do not know.
 
 The operation ids are verb and noun in snake case, the names of methods for a generated client: `submit_rollouts`, or
 `submitRollouts` where that is the custom. The examples of all calls tell one story, in the order of their numbers.
@@ -60,16 +66,26 @@ The operation ids are verb and noun in snake case, the names of methods for a ge
 
 
 def create_app(
-    database: Database, artifacts: Path, max_body_bytes: int = 64 * 2**20, artifact_uris: str = ""
+    database: Database,
+    artifacts: Path,
+    max_body_bytes: int = 64 * 2**20,
+    artifact_uris: str = "",
+    *,
+    limits: Limits | None = None,
+    metrics_open: bool = False,
 ) -> FastAPI:
     """The application over this database and artifact folder. It closes the database when it ends.
 
-    `artifact_uris` are prefixes below which artifacts may lie, with blanks or commas between them.
+    `artifact_uris` are prefixes below which artifacts may lie, with blanks or commas between them. Without `limits` a
+    token may call as often as it likes. `metrics_open` shows the metrics to whoever asks.
     """
     store, changes = ArtifactStore(artifacts), Changes()
     locations = Locations.parse(artifact_uris)
     uses = TokenUses(database)
     verifier = Verifier(database, changes, store, locations)
+    numbers, sweeps = Numbers(), clocks.Sweeps()
+    standing = Standing(database, numbers)
+    readiness = Readiness(database, artifacts)
 
     async def watch(run_id: str) -> Watch:
         return await database.transaction(reading.watch, run_id)
@@ -92,9 +108,17 @@ def create_app(
         app.state.watchers = Watchers(changes, watch)
         app.state.feeds = Feeds(changes, entries, valid)
         app.state.statistics = statistics.Recent(measured)
+        standings = Standings(database, changes, app.state.feeds, standing, sweeps)
+        numbers.registry.register(standings)
         tasks = [
             asyncio.create_task(work)
-            for work in (clocks.run(database, changes, store, verifier), Notices(database, changes).run(), uses.run())
+            for work in (
+                clocks.run(database, changes, store, verifier, sweeps),
+                Notices(database, changes).run(),
+                uses.run(),
+                standing.run(),
+                watch_space(store, standings),
+            )
         ]
         try:
             yield
@@ -103,6 +127,7 @@ def create_app(
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
+            numbers.registry.unregister(standings)
             await verifier.close()
             store.close()
             await database.close()
@@ -123,8 +148,13 @@ def create_app(
     app.state.artifacts = store
     app.state.locations = locations
     app.state.verifier = verifier
+    app.state.limits = limits or Limits()
+    app.state.numbers = numbers
+    app.state.readiness = readiness
+    app.state.standing = standing
     app.state.token_uses = uses
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    app.add_middleware(Requests, numbers=numbers)
     errors.install(app)
     nouns = (runs, workers, policies, files, rollouts, updates, line, rewinds)
     for router in (*nouns, watching, diagnosis, statistics_router, tokens):
@@ -138,16 +168,20 @@ def create_app(
         """
         return {"status": "ok"}
 
-    @app.get("/readyz", tags=["health"], responses=refusals("internal_error", "unavailable", among=()))
-    async def readyz(request: Request) -> dict[str, str]:
-        """Say whether the database answers too.
+    @app.get(
+        "/readyz",
+        tags=["health"],
+        responses=refusals("internal_error", "unavailable", "not_ready", "shutting_down", among=()),
+    )
+    async def readyz() -> dict[str, str]:
+        """Say whether requests may be sent here: database, schema and store are well, and it is not about to end.
 
-        For a readiness probe, and for a proxy that chooses among replicas: 503 while the database is away.
+        For a readiness probe, and for a proxy that chooses among replicas: 503 while it must get nothing new.
         """
-        async with database.engine.connect() as connection:
-            await connection.execute(text("SELECT 1"))
+        await readiness.check()
         return {"status": "ready"}
 
+    app.router.routes.append(metrics_route(None if metrics_open else Readers()))
     document.install(app)
     page.install(app)
     pages.install(app)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -31,6 +32,12 @@ RETIRE_SECONDS = 30.0
 ONE_SWEEPER = 7_242_002
 
 
+class Sweeps:
+    """When this process last looked for clocks that ran out, in seconds since 1970; also when another one swept."""
+
+    swept_at: float | None = None
+
+
 async def _due(connection: AsyncConnection) -> tuple[list[str], list[str]]:
     """Runs with ended leases and runs with an activation to tend; none while another replica sweeps."""
     if not await connection.scalar(text("SELECT pg_try_advisory_xact_lock(:key)"), {"key": ONE_SWEEPER}):
@@ -53,6 +60,11 @@ async def sweep(database: Database, changes: Changes) -> None:
         if await database.transaction(fleet.tend, run_id):
             log.info("run %s: an activation lost workers or passed its deadline", run_id)
             changes.announce(run_id)
+
+
+async def _sweep(sweeps: Sweeps, database: Database, changes: Changes) -> None:
+    await sweep(database, changes)
+    sweeps.swept_at = time.time()
 
 
 async def retire(store: ArtifactStore, database: Database, changes: Changes) -> None:
@@ -93,11 +105,11 @@ async def _repeat(
         await asyncio.sleep(every_seconds)
 
 
-async def run(database: Database, changes: Changes, store: ArtifactStore, verifier: Verifier) -> None:
-    """Sweeps until it is cancelled."""
+async def run(database: Database, changes: Changes, store: ArtifactStore, verifier: Verifier, sweeps: Sweeps) -> None:
+    """Sweeps until it is cancelled, and says in `sweeps` when it last did."""
     outage = Outage(log, "and leases and deadlines that end meanwhile are tidied up later")
     await asyncio.gather(
-        _repeat(sweep, EVERY_SECONDS, outage, database, changes),
+        _repeat(partial(_sweep, sweeps), EVERY_SECONDS, outage, database, changes),
         _repeat(partial(retire, store), RETIRE_SECONDS, outage, database, changes),
         _repeat(partial(verify, verifier), EVERY_SECONDS, outage, database, changes),
     )

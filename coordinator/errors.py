@@ -50,7 +50,7 @@ HEADER_MEANINGS = {
     "Content-Range": "how many bytes the file has",
 }
 
-EVERYWHERE = ("unauthenticated", "forbidden", "invalid_request", "internal_error", "unavailable")
+EVERYWHERE = ("unauthenticated", "forbidden", "invalid_request", "rate_limited", "internal_error", "unavailable")
 """Codes that every call with a token may give."""
 
 
@@ -77,27 +77,30 @@ def refusals(*codes: str, among: tuple[str, ...] = EVERYWHERE) -> dict[int | str
     return answers
 
 
-def _answer(code: str, detail: str, headers: Mapping[str, str] | None = None, **extra: Any) -> JSONResponse:
-    body = problem_document(code, detail, **extra)
+def _answer(
+    request: Request, code: str, detail: str, headers: Mapping[str, str] | None = None, **extra: Any
+) -> JSONResponse:
+    request.state.code = code
+    body = problem_document(code, detail, request_id=getattr(request.state, "request_id", None), **extra)
     sent = HEADERS.get(body["status"], {}) | dict(headers or {})
     return JSONResponse(body, status_code=body["status"], media_type=MEDIA_TYPE, headers=sent)
 
 
-async def _refused(_: Request, error: Exception) -> JSONResponse:
+async def _refused(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, Refusal)
-    return _answer(error.problem.code, error.detail, error.headers, **error.extra)
+    return _answer(request, error.problem.code, error.detail, error.headers, **error.extra)
 
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     if isinstance(error.body, bytes):  # FastAPI leaves a body as it came unless its content type is JSON
         kind = request.headers.get("content-type", "")
-        return _answer("unsupported_media_type", f"{kind!r} is not understood here; send application/json")
+        return _answer(request, "unsupported_media_type", f"{kind!r} is not understood here; send application/json")
     first = error.errors()[0]
     if first["type"] == "json_invalid":  # its place is an offset, and no field's name
-        return _answer("invalid_request", f"body: {first['msg']}: {first['ctx']['error']}", field="body")
+        return _answer(request, "invalid_request", f"body: {first['msg']}: {first['ctx']['error']}", field="body")
     field = ".".join(str(part) for part in first["loc"][1:]) or str(first["loc"][0])
-    return _answer("invalid_request", f"{field}: {first['msg']}", field=field)
+    return _answer(request, "invalid_request", f"{field}: {first['msg']}", field=field)
 
 
 def _methods(request: Request) -> str:
@@ -111,13 +114,13 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         methods = _methods(request)
-        return _answer("method_not_allowed", f"{request.url.path} takes {methods}", {"Allow": methods})
+        return _answer(request, "method_not_allowed", f"{request.url.path} takes {methods}", {"Allow": methods})
     code = {404: "not_found", 413: "too_large"}.get(error.status_code, "invalid_request")
-    return _answer(code, str(error.detail))
+    return _answer(request, code, str(error.detail))
 
 
-async def _unreadable(_: Request, error: Exception) -> JSONResponse:
-    return _answer("too_large" if isinstance(error, TooManyRowsError) else "invalid_arrow", str(error))
+async def _unreadable(request: Request, error: Exception) -> JSONResponse:
+    return _answer(request, "too_large" if isinstance(error, TooManyRowsError) else "invalid_arrow", str(error))
 
 
 # SQLSTATE classes and codes after which the same request may succeed: the connection broke, a deadlock or a full
@@ -132,8 +135,8 @@ def _sqlstate(error: BaseException) -> str:
 
 async def _gone(request: Request, _: Exception) -> JSONResponse:
     """The client left before its request was whole; nobody reads the answer."""
-    log.info("the client left during %s %s", request.method, request.url.path)
-    return _answer("invalid_request", "the request ended before its body was whole")
+    log.info("the client left before its request was whole")
+    return _answer(request, "invalid_request", "the request ended before its body was whole")
 
 
 def is_connection_fault(error: BaseException) -> bool:
@@ -155,19 +158,27 @@ def is_data_fault(error: BaseException) -> bool:
     return isinstance(error, DBAPIError) and _sqlstate(error).startswith("22")
 
 
-async def _failed(request: Request, error: Exception) -> JSONResponse:
+def failure(request: Request, error: Exception) -> JSONResponse:
+    """The answer to what no endpoint foresaw, which is logged, and to what the database refused or could not do."""
     if is_data_fault(error):
         assert isinstance(error, DBAPIError)
-        return _answer("invalid_request", f"a value cannot be stored: {str(error.orig).split(': ', 1)[-1][:200]}")
+        return _answer(
+            request, "invalid_request", f"a value cannot be stored: {str(error.orig).split(': ', 1)[-1][:200]}"
+        )
     if is_connection_fault(error):
-        log.warning("database unreachable on %s %s: %s", request.method, request.url.path, error)
-        return _answer("unavailable", "the database did not answer")
-    log.error("unexpected failure on %s %s", request.method, request.url.path, exc_info=error)
-    return _answer("internal_error", "an unexpected failure; the coordinator's log has its trace")
+        cause = getattr(error, "orig", None) or error  # SQLAlchemy's own text has the statement in it
+        log.warning("the database did not answer: %s", " ".join(str(cause).split()) or type(cause).__name__)
+        return _answer(request, "unavailable", "the database did not answer")
+    log.error("unexpected failure", exc_info=error)
+    return _answer(request, "internal_error", "an unexpected failure; the coordinator's log has its trace")
+
+
+async def _failed(request: Request, error: Exception) -> JSONResponse:
+    return failure(request, error)
 
 
 def install(app: FastAPI) -> None:
-    """Makes every error leave the app as a problem document."""
+    """Makes every error leave the app as a problem document. All others are for the app's outermost layer."""
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(ArrowError, _unreadable)
@@ -176,4 +187,3 @@ def install(app: FastAPI) -> None:
     # While it connects, asyncpg's own errors come through unwrapped.
     for kind in (DBAPIError, PoolTimeout, asyncpg.PostgresError, asyncpg.InterfaceError, OSError):
         app.add_exception_handler(kind, _failed)
-    app.add_exception_handler(Exception, _failed)

@@ -6,17 +6,26 @@ import asyncio
 import contextlib
 import fcntl
 import ipaddress
+import logging
 import os
 import signal
 import socket
+import ssl
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
+from urllib.parse import quote
 
 import uvicorn
 from fastapi import FastAPI
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError
 
 from coordinator.app import create_app
+from coordinator.operations import logs
 from coordinator.operations.access import new_secret
+from coordinator.operations.limits import Limits
 from coordinator.protocol import ProblemProtocol
 from coordinator.settings import Settings
 from coordinator.storage.database import check_durability, connect, wait_until_started
@@ -138,12 +147,63 @@ def _served_alone(data: Path) -> Iterator[None]:
         os.close(lock)
 
 
+def _secrets(settings: Settings) -> Iterator[str]:
+    """What must not be logged, wherever it would come from."""
+    if settings.admin_token is not None:
+        yield settings.admin_token.get_secret_value()
+    if settings.database_url is not None:
+        with contextlib.suppress(ArgumentError, ValueError):  # one that cannot be read is refused, without its text
+            password = make_url(settings.database_url.get_secret_value()).password
+            if password:
+                yield from {str(password), quote(str(password), safe="")}
+
+
+def _speaks_tls(settings: Settings) -> bool:
+    """Whether it is to speak https; refuses a certificate or key that cannot be used."""
+    if settings.tls_certificate is None and settings.tls_key is None:
+        return False
+    if settings.tls_certificate is None or settings.tls_key is None:
+        raise ServerError("COORDINATOR_TLS_CERTIFICATE and COORDINATOR_TLS_KEY belong together; set both or none")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_certificate, settings.tls_key, lambda: "")
+    except OSError as error:
+        raise ServerError(
+            f"no TLS with {settings.tls_certificate} and {settings.tls_key}: {error.strerror or error}; "
+            "both are PEM files, of one key pair, the key without a password"
+        ) from error
+    return True
+
+
 def _exit(number: int, _: object) -> None:
     raise SystemExit(0)
 
 
 class Server(uvicorn.Server):
-    """uvicorn's own, but for the end: whoever waits is answered at once, and streams end, to go on elsewhere."""
+    """uvicorn's own, but for the end: it is not ready for `drain_seconds` first, so that a balancer turns away; then
+    whoever waits is answered at once, and streams end, to go on elsewhere.
+    """
+
+    def __init__(self, config: uvicorn.Config, drain_seconds: float = 0.0) -> None:
+        super().__init__(config)
+        self._drain_seconds = drain_seconds
+        self._told: tuple[int, FrameType | None] | None = None
+        self._until = 0.0
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal begins the end, a second one does not wait for it."""
+        app = self.config.app
+        assert isinstance(app, FastAPI)
+        app.state.readiness.ending = True
+        if self._told is None and self._drain_seconds:
+            self._told, self._until = (sig, frame), time.monotonic() + self._drain_seconds
+        else:
+            super().handle_exit(sig, frame)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called ten times a second; True ends the server."""
+        if self._told is not None and not self.should_exit and time.monotonic() >= self._until:
+            super().handle_exit(*self._told)
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Nobody is let in any more; requests under way are finished first."""
@@ -159,6 +219,10 @@ def serve_forever(settings: Settings, host: str, port: int, say: Say) -> None:
     # uvicorn raises the signal again when it has shut down. Left to its default, SIGTERM would end the process
     # there and then, and the embedded Postgres would be cut off without its closing checkpoint.
     signal.signal(signal.SIGTERM, _exit)
+    logs.configure(settings.log, settings.log_level, _secrets(settings))
+    if settings.log == "json":
+        say = logging.getLogger("coordinator.server").info
+    https = _speaks_tls(settings)
     settings.data.mkdir(parents=True, exist_ok=True)
     address_file = settings.data / "address"
     with contextlib.ExitStack() as stack:
@@ -170,16 +234,35 @@ def serve_forever(settings: Settings, host: str, port: int, say: Say) -> None:
             upgrade(url)
         asyncio.run(_prepare(url, settings, _is_loopback(host), say))
         shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-        address = f"http://{f'[{shown}]' if ':' in shown else shown}:{listener.getsockname()[1]}"
+        scheme = "https" if https else "http"
+        address = f"{scheme}://{f'[{shown}]' if ':' in shown else shown}:{listener.getsockname()[1]}"
+        database = connect(url, settings.pool_size)
         app = create_app(
-            connect(url, settings.pool_size),
+            database,
             settings.data / "artifacts",
             settings.max_body_bytes,
             settings.artifact_uris,
+            limits=Limits(settings.requests_per_second, guesses=True),
+            metrics_open=settings.metrics_open,
         )
+        if settings.tracing:
+            from coordinator.operations.tracing import Tracing  # not to be loaded where it is off
+
+            tracing = Tracing()
+            stack.callback(tracing.close)
+            tracing.follow(app, database)
         write_private(address_file, address + "\n")
         say(f"serving {address}, the API page is {address}/docs")
         config = uvicorn.Config(
-            app, http=ProblemProtocol, log_level="warning", access_log=False, timeout_graceful_shutdown=10
+            app,
+            http=ProblemProtocol,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=bool(settings.trusted_proxies),
+            forwarded_allow_ips=settings.trusted_proxies,
+            timeout_graceful_shutdown=10,
+            ssl_certfile=settings.tls_certificate,
+            ssl_keyfile=settings.tls_key,
         )
-        Server(config).run(sockets=[listener])
+        Server(config, settings.drain_seconds).run(sockets=[listener])

@@ -8,7 +8,20 @@ import sys
 try:
     import typer
 
-    from coordinator.cli import serving, tokens
+    from coordinator.cli import (
+        diagnosis,
+        doctor,
+        policies,
+        prune,
+        quarantine,
+        rewinds,
+        rollouts,
+        runs,
+        serving,
+        tokens,
+        updates,
+        workers,
+    )
     from coordinator.cli.faults import EXIT_CODES, INTERRUPTED, PIPE_CLOSED, explained
     from coordinator.cli.output import printable, say
 except ModuleNotFoundError as missing:
@@ -19,18 +32,39 @@ except ModuleNotFoundError as missing:
 app = typer.Typer(
     help="Coordinates rollouts and policies of online RL post-training.\n\n"
     "Commands that call the API take the address and a token from --url and --token, else from COORDINATOR_URL and "
-    "COORDINATOR_TOKEN, else from the data folder of a coordinator on this machine. serve, migrate, verify, demo and "
-    "token work on the database itself: without DATABASE_URL, on an embedded Postgres in the data "
+    "COORDINATOR_TOKEN, else from the data folder of a coordinator on this machine. serve, migrate, verify, demo, "
+    "token, doctor and prune work on the database itself: without DATABASE_URL, on an embedded Postgres in the data "
     "folder.",
     epilog="\n\n".join(["Exit codes:", *(f"{code}: {meaning}." for code, meaning in EXIT_CODES.items())]),
     no_args_is_help=True,
     add_completion=True,
-    rich_markup_mode="rich",
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for command in (serving.serve, serving.migrate, serving.verify, serving.demo):
+for command in (
+    serving.serve,
+    serving.migrate,
+    serving.verify,
+    serving.demo,
+    policies.activate,
+    policies.give_up,
+    policies.rollback,
+    rewinds.rewind,
+    diagnosis.diagnose,
+    doctor.doctor,
+    prune.prune,
+):
     app.command()(command)
-app.add_typer(tokens.app, name="token")
+for name, noun in {
+    "run": runs,
+    "rollouts": rollouts,
+    "updates": updates,
+    "policies": policies,
+    "workers": workers,
+    "quarantine": quarantine,
+    "token": tokens,
+}.items():
+    app.add_typer(noun.app, name=name)
 
 
 def main() -> None:
@@ -38,7 +72,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
-        app()
+        app(prog_name="coordinator")
     except SystemExit as ended:
         # Typer has taken care of the stream already, and calls it a failure.
         if isinstance(ended.__context__, BrokenPipeError):
@@ -50,7 +84,8 @@ def main() -> None:
         failure = explained(error)
         if failure is None:
             raise
-        say(f"coordinator: {printable(failure.what)}")
+        for line in f"coordinator: {failure.what}".split("\n"):
+            say(printable(line))
         if failure.next_step:
             say(f"  {printable(failure.next_step)}")
         raise SystemExit(failure.code) from error

@@ -13,12 +13,15 @@ from coordinator.client import Coordinator, NotConfigured
 
 RETRY_SECONDS = 10.0
 """For so long a call that gets no answer is sent again: a restart of the coordinator is lived through."""
+LIVED_THROUGH_SECONDS = 60.0
+"""The same for what takes long anyway."""
 
 
 def coordinator_at(
-    data: Path, url: str | None, token: str | None, *, retry_seconds: float = RETRY_SECONDS
+    data: Path, url: str | None, token: str | None, *, retry_seconds: float | None = None
 ) -> Coordinator:
     """The coordinator at this address, or the one whose data folder this is."""
+    retry_seconds = RETRY_SECONDS if retry_seconds is None else retry_seconds
     os.environ["COORDINATOR_DATA"] = str(data)  # where the client looks for what is not given
     try:
         return Coordinator(url, token, retry_seconds=retry_seconds)

@@ -62,7 +62,7 @@ def explained(error: Exception) -> Failure | None:
 
 def _of_the_server(error: Exception) -> Failure | None:
     try:
-        from sqlalchemy.exc import DBAPIError
+        from sqlalchemy.exc import ArgumentError, DBAPIError
 
         from coordinator.errors import Refusal, is_connection_fault, is_refused_entry
         from coordinator.server import ServerError
@@ -74,6 +74,9 @@ def _of_the_server(error: Exception) -> Failure | None:
         return Failure(str(error), error.problem.next_step)
     if isinstance(error, ServerError | DatabaseError | EmbeddedPostgresError):
         return Failure(str(error))
+    if isinstance(error, ArgumentError):
+        next_step = "Write it as postgresql://user:password@host/database."
+        return Failure("DATABASE_URL is no address of a database", next_step, USAGE)
     if isinstance(error, OSError):
         return Failure(f"cannot reach the database or a file: {error}")
     if isinstance(error, DBAPIError) and (is_connection_fault(error) or is_refused_entry(error)):
@@ -91,10 +94,11 @@ _ID = "is no id: letters, digits and . _ - (in most ids : @ + = too), the first 
 def faults_of(error: ValidationError) -> list[str]:
     """What is wrong with values that were given, in words: of each its place, itself where that helps, and the matter
     with it."""
-    return [_line(fault) for fault in error.errors(include_url=False)]
+    return [line(fault) for fault in error.errors(include_url=False)]
 
 
-def _line(fault: ErrorDetails) -> str:
+def line(fault: ErrorDetails) -> str:
+    """What is wrong with one value."""
     place = ".".join(map(str, fault["loc"]))
     given = fault["input"]
     tellable = isinstance(given, str | int | float) and fault["type"] != "missing" and len(repr(given)) <= 80
@@ -112,4 +116,4 @@ def matter(fault: ErrorDetails) -> str:
             return fault["msg"].removeprefix("Value error, ")
         case "string_pattern_mismatch":
             return _PATTERNS.get(fault["ctx"]["pattern"], _ID)
-    return re.sub(r"^[A-Z]\w* should", "should", fault["msg"])
+    return re.sub(r"^[A-Z]\w* should", "should", fault["msg"].partition(", unable to")[0])

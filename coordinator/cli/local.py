@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import typer
+from pydantic import ValidationError
 
-from coordinator.cli.output import say
+from coordinator.cli.faults import USAGE, Failure, matter
+from coordinator.cli.output import patience, say
 
 if TYPE_CHECKING:
     from coordinator.settings import Settings
@@ -27,7 +29,14 @@ def settings_of(data: Path) -> Settings:
     """The server's settings, of this data folder."""
     from coordinator.settings import Settings
 
-    return Settings(data=data)
+    try:
+        return Settings(data=data)
+    except ValidationError as error:
+        # By their variables, and without what they hold: it may be a secret.
+        prefix = Settings.model_config["env_prefix"]
+        faults = [(str(fault["loc"][0]), matter(fault)) for fault in error.errors(include_url=False)]
+        words = [f"{name if name.isupper() else prefix + name.upper()}: {what}" for name, what in faults]
+        raise Failure("; ".join(words), code=USAGE) from error
 
 
 @contextmanager
@@ -45,8 +54,8 @@ def existing_database(data: Path) -> Iterator[str]:
         yield url
 
 
-def with_database(data: Path, work: Callable[[Database], Awaitable[T]]) -> T:
-    """What `work` makes of the database, which has the schema of this release."""
+def with_database(data: Path, work: Callable[[Database], Awaitable[T]], doing: str = "waiting for the database") -> T:
+    """What `work` makes of the database, which has the schema of this release. `doing` is told if it takes long."""
     from coordinator.storage.database import connect
     from coordinator.storage.migrations import check_schema
 
@@ -58,5 +67,5 @@ def with_database(data: Path, work: Callable[[Database], Awaitable[T]]) -> T:
         finally:
             await database.close()
 
-    with existing_database(data) as url:
+    with existing_database(data) as url, patience(doing):
         return asyncio.run(run(url))

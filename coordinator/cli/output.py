@@ -31,7 +31,7 @@ Cell = object
 
 def say(line: str) -> None:
     """One line on standard error."""
-    typer.echo(line, err=True)
+    print(line, file=sys.stderr, flush=True)
 
 
 def print_json(document: BaseModel) -> None:
@@ -43,7 +43,7 @@ def print_json(document: BaseModel) -> None:
 def print_lines(*lines: str) -> None:
     """Lines of text."""
     for line in lines:
-        typer.echo(printable(line))
+        print(printable(line), flush=True)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], *, empty: str) -> None:
@@ -62,7 +62,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], *, empty
         return
     for row in rows:
         print_record(list(zip(columns, row, strict=True)))
-        typer.echo()
+        print_lines("")
 
 
 def print_record(fields: Sequence[tuple[str, Cell]]) -> None:
@@ -83,7 +83,7 @@ def _console() -> Console:
 def _print(console: Console, table: Table) -> None:
     with console.capture() as captured:
         console.print(table)
-    typer.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()), flush=True)
 
 
 def shown(value: Cell) -> str:

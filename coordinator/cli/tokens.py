@@ -11,7 +11,7 @@ import typer
 from coordinator.cli.faults import Failure
 from coordinator.cli.local import with_database
 from coordinator.cli.options import AsJson, Data
-from coordinator.cli.output import age, print_json, print_record, print_table, say
+from coordinator.cli.output import age, print_json, print_lines, print_record, print_table, say
 from coordinator.wire.tokens import CreatedToken, CreateToken, TokenList, TokenView
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def create(
     if as_json:
         print_json(created)
     else:
-        typer.echo(created.token)
+        print_lines(created.token)
 
 
 @app.command("list")
@@ -77,7 +77,7 @@ def list_tokens(data: Data = Path(".data"), as_json: AsJson = False) -> None:
 
 @app.command()
 def revoke(
-    token: Annotated[str, typer.Argument(help="The token's name or id; its secret is no part of it.")],
+    which: Annotated[str, typer.Argument(metavar="TOKEN", help="The token's name or id; its secret is no part of it.")],
     data: Data = Path(".data"),
     as_json: AsJson = False,
 ) -> None:
@@ -87,10 +87,10 @@ def revoke(
         from coordinator.tokens import service
 
         tokens = (await _tokens(database)).tokens
-        found = {t.token_id for t in tokens if token == t.token_id} or {t.token_id for t in tokens if token == t.name}
+        found = {t.token_id for t in tokens if which == t.token_id} or {t.token_id for t in tokens if which == t.name}
         if not found:
             raise Failure(
-                f"token_unknown: there is no token with the name or id {token}", "'coordinator token list' shows all."
+                f"token_unknown: there is no token with the name or id {which}", "'coordinator token list' shows all."
             )
         return await database.transaction(service.revoke, found.pop())
 

@@ -17,6 +17,8 @@ from pydantic import BaseModel, ValidationError
 from coordinator.client.artifacts import IncomingFile
 from coordinator.client.errors import NotConfigured, UnexpectedAnswer, Unreachable, refusal
 from coordinator.client.pace import run_blocking, sleep
+from coordinator.client.tracing import trace_headers
+from coordinator.wire.base import WireModel
 from coordinator.wire.event_stream import KEEP_ALIVE_SECONDS, MEDIA_TYPE, EventDecoder, ServerSentEvent
 from coordinator.wire.policies import FileUpload
 
@@ -90,7 +92,7 @@ class Connection:
         segments: Iterable[str],
         answer: type[Answer],
         *,
-        body: BaseModel | None = None,
+        body: WireModel | None = None,
         params: dict[str, str | int | float] | None = None,
         wait_seconds: float = 0.0,
         timeout_seconds: float | None = None,
@@ -98,7 +100,7 @@ class Connection:
     ) -> Answer:
         """Send JSON and read the answer into `answer`. `wait_seconds` is how long the server may hold it
         back."""
-        content = None if body is None else body.model_dump_json().encode()
+        content = None if body is None else body.request_body()
         received = self.send(
             method,
             segments,
@@ -125,7 +127,7 @@ class Connection:
     ) -> httpx.Response:
         """Send bytes, made anew by `content` for each attempt. Raises `Refused` or `Unreachable`."""
         path = self._path(segments)
-        headers = {"Accept": accept} | ({} if content is None else {"Content-Type": content_type})
+        headers = {"Accept": accept} | ({} if content is None else {"Content-Type": content_type}) | trace_headers()
 
         def attempt() -> httpx.Response:
             return self._http.request(
@@ -180,7 +182,7 @@ class Connection:
                 "PUT",
                 self.url + path,
                 content=moving(arrived),
-                headers={"Content-Type": "application/octet-stream"},
+                headers={"Content-Type": "application/octet-stream"} | trace_headers(),
                 params={"offset": arrived},
                 timeout=self._timeout(longest_check_seconds, None),
             )
@@ -207,7 +209,9 @@ class Connection:
             if last is not None and file.count == file.size:  # it broke off after the last byte
                 return last
             wanted = {"Range": f"bytes={file.count}-"} if file.count else {}
-            with self._http.stream("GET", self.url + path, headers=wanted, timeout=self._timeout(0, None)) as received:
+            with self._http.stream(
+                "GET", self.url + path, headers=wanted | trace_headers(), timeout=self._timeout(0, None)
+            ) as received:
                 if received.status_code >= 400:
                     received.read()
                     return received
@@ -261,7 +265,7 @@ class Connection:
 
         def attempt() -> httpx.Response:
             url = self.url
-            headers = {"Accept": MEDIA_TYPE} | ({"Last-Event-ID": place} if place else {})
+            headers = {"Accept": MEDIA_TYPE} | ({"Last-Event-ID": place} if place else {}) | trace_headers()
             timeout = self._timeout(KEEP_ALIVE_SECONDS, None)
             request = self._http.build_request("GET", url + path, headers=headers, params=params, timeout=timeout)
             received = self._http.send(request, stream=True)
@@ -351,9 +355,9 @@ def read(received: httpx.Response, answer: type[Answer]) -> Answer:
 
 
 def read_text(text: str | bytes, answer: type[Answer], what: str = "the stream") -> Answer:
-    """JSON as its model; `what` names the call that it came from."""
+    """JSON as its model; `what` names the call that it came from. Fields that a newer server adds are passed over."""
     try:
-        return answer.model_validate_json(text)
+        return answer.model_validate_json(text, extra="ignore")
     except ValidationError as error:
         raise UnexpectedAnswer(
             f"{what} did not answer a {answer.__name__}: {error}. Client and coordinator may be of different versions."

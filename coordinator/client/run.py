@@ -151,11 +151,15 @@ class Run:
                 if event.event != "watch":
                     yield read_text(event.data, JournalEntry)
 
-    def failures(self, after: int = 0, stage: Stage | None = None) -> Iterator[FailureView]:
-        """Every recorded failure after number `after`, oldest first, all or those of one stage."""
+    def failures(
+        self, after: int = 0, stage: Stage | None = None, *, newest_first: bool = False
+    ) -> Iterator[FailureView]:
+        """Every recorded failure after number `after`, all or those of one stage. Newest first, those before it."""
         params: dict[str, str | int | float] = {"after": after}
         if stage is not None:
             params["stage"] = stage
+        if newest_first:
+            params["newest_first"] = "true"
         while True:
             page = self._connection.call("GET", (*self._path, "failures"), FailureList, params=params)
             yield from page.failures
@@ -352,7 +356,7 @@ class Run:
         `columns.token_ids[i]` is int64, `action_mask[i]` bool and `behavior_log_probs[i]` float32, all of shape
         [tokens], for `columns.rollout_id[i]`.
         """
-        content = EvidenceRequest(rollout_ids=list(rollout_ids)).model_dump_json().encode()
+        content = EvidenceRequest(rollout_ids=list(rollout_ids)).request_body()
         received = self._connection.send(
             "POST", (*self._path, "rollouts", "evidence"), content=lambda: content, accept=ARROW_MEDIA_TYPE
         )

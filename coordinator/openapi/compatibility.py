@@ -1,8 +1,8 @@
 """What a change of the OpenAPI document means for the clients that are out there: does it break one?
 
 A request must go on being taken: what the new document takes is at least what the old one took. An answer must go on
-being understood: what it says is at most what the old one said, but for fields and enum values, which may be added to
-answers (the document asks readers to pass over what they do not know). Codes of refusals may come and go.
+being understood: what it says is at most what the old one said, but for fields, and for the values of an enum that says
+`x-open`, as the codes of refusals do (the document asks readers to pass over what they do not know of these).
 
 `python -m coordinator.openapi.compatibility OLD.json NEW.json` prints every change, those that break first. Exit
 status: 0 none breaks, 1 some do, 2 the documents could not be read.
@@ -281,7 +281,7 @@ def _values(where: str, old: Json, new: Json, wider: bool) -> Iterator[Change]:
     for value in sorted(was - now):
         yield Change(True, where, f"the value {value} is gone")
     for value in sorted(now - was):
-        yield Change(False, where, f"the value {value} is new")
+        yield Change(wider and not old.get("x-open"), where, f"the value {value} is new")
 
 
 def _enum(schema: Json) -> set[str] | None:

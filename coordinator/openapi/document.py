@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from coordinator.errors import refusals
 from coordinator.openapi.examples import Example, examples
+from coordinator.openapi.words import WORDS
 from coordinator.operations.access import roles_of
 from coordinator.wire.problems import MEDIA_TYPE, PROBLEMS, ProblemDocument
 from coordinator.wire.rollouts import RolloutBatch
@@ -51,9 +52,10 @@ def install(app: FastAPI) -> None:
             document["servers"] = SERVERS
             _add_models(document["components"]["schemas"])
             for route in app.routes:
-                if isinstance(route, APIRoute):
+                if isinstance(route, APIRoute) and route.include_in_schema:
                     for method in route.methods:
                         _complete(document["paths"][route.path_format][method.lower()], route)
+            _explain(document["components"]["schemas"])
             _share_refusals(document)
             _order(document)
             _drop_titles(document["components"])
@@ -78,10 +80,25 @@ def _add_models(schemas: Json) -> None:
     schemas["ProblemCode"] = {
         "type": "string",
         "enum": list(PROBLEMS),
+        "x-open": True,
         "description": "What was refused, for programs. Later releases may add codes: treat one that is not known by "
         "its status.",
     }
     schemas["ProblemDocument"]["properties"]["code"] = {"$ref": "#/components/schemas/ProblemCode"}
+
+
+def _explain(schemas: Json) -> None:
+    """Says what each field holds of which its model does not."""
+    for model, schema in schemas.items():
+        for name, field in schema.get("properties", {}).items():
+            if not described(field) and (meaning := WORDS.get(f"{model}.{name}", WORDS.get(name))):
+                field["description"] = meaning
+
+
+def described(field: Json) -> bool:
+    """Whether it says what it holds: by itself, or by the model that it refers to."""
+    kinds = [field, *field.get("anyOf", ()), *([field["items"]] if "items" in field else [])]
+    return any("description" in kind or "$ref" in kind for kind in kinds)
 
 
 def _share_refusals(document: Json) -> None:

@@ -17,6 +17,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from coordinator.errors import Refusal
+from coordinator.operations.limits import Limits, unknown_token
 from coordinator.operations.token_uses import TokenUses
 from coordinator.storage.changes import Changes
 from coordinator.storage.database import Database
@@ -114,12 +115,7 @@ class Allow:
         request: Request,
         credentials: Annotated[HTTPAuthorizationCredentials | None, Security(_bearer)],
     ) -> Caller:
-        if credentials is None:
-            raise Refusal("unauthenticated", "the request carries no bearer token")
-        caller = await (await database_of(request)).read(authenticate, credentials.credentials)
-        if caller is None:
-            raise Refusal("unauthenticated", "the token is unknown, expired or revoked")
-        (await token_uses_of(request)).note((caller.token_id,))
+        caller = await identify(request, credentials)
         if caller.role not in self.roles:
             raise Refusal(
                 "forbidden",
@@ -132,6 +128,24 @@ class Allow:
         if worker_id is not None:
             caller.require_worker(worker_id)
         return caller
+
+
+async def identify(request: Request, credentials: HTTPAuthorizationCredentials | None) -> Caller:
+    """Who sent this request, within the limits of the token and of its address. Refuses who is nobody."""
+    if credentials is None:
+        raise Refusal("unauthenticated", "the request carries no bearer token")
+    digest = hash_token(credentials.credentials)
+    limits: Limits = request.app.state.limits
+    address = request.client.host if request.client else ""
+    limits.admit(digest, address)
+    caller = await (await database_of(request)).read(authenticate, credentials.credentials)
+    if caller is None:
+        limits.failed(digest, address)
+        raise unknown_token()
+    limits.passed(digest)
+    (await token_uses_of(request)).note((caller.token_id,))
+    request.state.actor = caller.actor
+    return caller
 
 
 def roles_of(route: APIRoute) -> tuple[Role, ...] | None:

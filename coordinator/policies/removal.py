@@ -8,13 +8,14 @@ version holds that off until it has committed, so that what it finds in the stor
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from coordinator.operations.journal import record_event
 from coordinator.rollouts.queries import for_run
-from coordinator.runs.service import get_run, lock_run
+from coordinator.runs.service import Run, get_run, lock_run
 from coordinator.storage.artifacts import ArtifactStore
 from coordinator.storage.database import Database
 from coordinator.storage.lost import LOST
@@ -65,7 +66,9 @@ _OVER = f"""
         ORDER BY a.distance LIMIT 1)
 """
 
-LOCK_OVER = text(f"SELECT v.version FROM policy_versions v WHERE {_OVER} ORDER BY v.version LIMIT :batch FOR UPDATE")
+LOCK_OVER = text(f"""
+    SELECT v.version FROM policy_versions v WHERE {_OVER} ORDER BY v.version LIMIT CAST(:batch AS int) FOR UPDATE
+""")
 
 # Asked with the versions locked, for which arrivals wait: what they judged before is visible. Live rollouts are members
 # of open groups.
@@ -80,6 +83,13 @@ REFERRED_TO = """
     CROSS JOIN LATERAL unnest(live.versions) AS x (version)
     WHERE g.run_no = :run_no AND g.state = 'open' AND x.version = ANY(CAST(:versions AS int[]))
 """
+
+FILE_BYTES = text("""
+    SELECT v.version, CAST(COALESCE(sum(f.size), 0) AS bigint) AS bytes
+    FROM policy_versions v LEFT JOIN LATERAL jsonb_to_recordset(v.files) AS f (size bigint) ON true
+    WHERE v.run_no = :run_no AND v.version = ANY(CAST(:versions AS int[]))
+    GROUP BY v.version
+""")
 
 MARK = text(f"""
     UPDATE policy_versions v SET files_removed_at = clock_timestamp()
@@ -122,25 +132,43 @@ async def _runs(connection: AsyncConnection) -> list[str]:
     return list((await connection.scalars(RUNS_WITH_RETENTION)).all())
 
 
-async def mark(connection: AsyncConnection, run_id: str) -> list[int]:
-    """Marks what is over in one run, one batch of it. Answers the versions."""
-    seconds = (await get_run(connection, run_id)).settings.artifact_retention_seconds
-    if seconds is None:
-        return []
-    run = await lock_run(connection, run_id)
-    limits = {
-        "run_no": run.run_no,
-        "seconds": seconds,
-        "lost_after_seconds": run.settings.lost_after_seconds,
-        "batch": BATCH,
-    }
+async def _over(connection: AsyncConnection, run: Run, limits: dict[str, Any]) -> list[int]:
+    """Versions of a locked run that nothing needs, one batch, locked too."""
     over = list((await connection.scalars(LOCK_OVER, limits)).all())
     if not over:
         return []
     needed = set(
         await connection.scalars(for_run(REFERRED_TO, run.group_column), {"run_no": run.run_no, "versions": over})
     )
-    rows = await connection.execute(MARK, limits | {"versions": [version for version in over if version not in needed]})
+    return [version for version in over if version not in needed]
+
+
+def _limits(run: Run, seconds: float, batch: int | None) -> dict[str, Any]:
+    lost_after = run.settings.lost_after_seconds
+    return {"run_no": run.run_no, "seconds": seconds, "lost_after_seconds": lost_after, "batch": batch}
+
+
+async def find_over(connection: AsyncConnection, run_id: str, seconds: float) -> dict[int, int]:
+    """The versions that `mark` would mark of what ended so long ago, each with the bytes of its files."""
+    run = await lock_run(connection, run_id)
+    over = await _over(connection, run, _limits(run, seconds, None))
+    rows = await connection.execute(FILE_BYTES, {"run_no": run.run_no, "versions": over})
+    return {row.version: row.bytes for row in rows}
+
+
+async def mark(connection: AsyncConnection, run_id: str, seconds: float | None = None) -> list[int]:
+    """Marks versions of one run that nothing needs and that ended so long ago, left out: as the run says, one batch of
+    them. Answers the versions."""
+    if seconds is None:
+        seconds = (await get_run(connection, run_id)).settings.artifact_retention_seconds
+    if seconds is None:
+        return []
+    run = await lock_run(connection, run_id)
+    limits = _limits(run, seconds, BATCH)
+    over = await _over(connection, run, limits)
+    if not over:
+        return []
+    rows = await connection.execute(MARK, limits | {"versions": over})
     marked = sorted((row.version, row.artifact_hash) for row in rows)
     for version, artifact_hash in marked:
         await record_event(

@@ -35,6 +35,9 @@ RESTORABLE = text("""
 RESTORED = {"artifact_hash", "kind", "lag_clock", "base_model", "files", "digests", "uri"}
 """What a restoring version has of the one that it brings back."""
 
+LAST_NUMBER = 2**31 - 1
+"""The greatest number that a version may have: an int of the database."""
+
 # The active version is out of use, and no other is on its way that is not.
 NOTHING_USABLE = text("""
     SELECT NOT EXISTS (
@@ -69,7 +72,7 @@ async def restore_after(
     if not needed:
         return None, False
     durable = await nearest_durable(connection, run, run.active.version, bad_hashes)
-    if durable is None:
+    if durable is None or (number is None and await _newest(connection, run) == LAST_NUMBER):
         return None, True
     return await prepare_restoring(connection, run, durable, number, caller), False
 
@@ -81,9 +84,11 @@ async def prepare_restoring(
 
     Its files lie in the artifact store already. The run's lock is held.
     """
-    newest: int = (await connection.execute(queries.NEWEST_VERSION, {"run_no": run.run_no})).scalar_one()
+    newest = await _newest(connection, run)
     if number is not None and number <= newest:
         raise Refusal("non_monotonic_version", f"the newest version is {newest}; {number} is not greater")
+    if newest == LAST_NUMBER:
+        raise Refusal("non_monotonic_version", f"version {newest} is taken, the last there can be: begin another run")
     made = restored.model_dump(include=RESTORED) | {
         "version": newest + 1 if number is None else number,
         "parent_version": restored.version,
@@ -103,3 +108,8 @@ async def prepare_restoring(
         restores=restored.version,
     )
     return view
+
+
+async def _newest(connection: AsyncConnection, run: Run) -> int:
+    number: int = (await connection.execute(queries.NEWEST_VERSION, {"run_no": run.run_no})).scalar_one()
+    return number

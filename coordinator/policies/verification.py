@@ -12,6 +12,7 @@ import functools
 import logging
 import secrets
 from collections.abc import Callable
+from contextvars import Context
 from dataclasses import dataclass
 
 from sqlalchemy import text
@@ -192,7 +193,10 @@ class Verifier:
         if room <= 0:
             return
         for claim in await self._database.transaction(_claim, secrets.token_hex(8), room):
-            task = asyncio.create_task(self._verify(claim), name=f"verify {claim.run_id} {claim.version}")
+            # Of no request: it outlives the one that asked for it.
+            task = asyncio.get_running_loop().create_task(
+                self._verify(claim), name=f"verify {claim.run_id} {claim.version}", context=Context()
+            )
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 

@@ -28,6 +28,11 @@ GET_ROLLBACK = text(f"SELECT {_COLUMNS} FROM rollbacks WHERE run_no = :run_no AN
 
 LIST_ROLLBACKS = text(f"SELECT {_COLUMNS} FROM rollbacks WHERE run_no = :run_no ORDER BY at, rollback_id")
 
+GET_WITHDRAWAL = text("""
+    SELECT CAST(detail AS text) FROM journal
+    WHERE run_no = :run_no AND event = 'policy.withdrawal' AND subject = :subject
+""")
+
 INSERT_ROLLBACK = text("""
     INSERT INTO rollbacks (run_no, rollback_id, to_version, version, reason, actor, answer)
     VALUES (:run_no, :rollback_id, :to_version, :version, :reason, :actor, CAST(:answer AS jsonb))
@@ -150,12 +155,15 @@ async def list_rollbacks(connection: AsyncConnection, run_id: str) -> RollbackLi
 async def withdraw(
     connection: AsyncConnection, run_id: str, version: int, body: WithdrawPolicy, caller: Caller
 ) -> WithdrawView:
-    """Withdraws a version and what was made from it. Again: there is nothing left to withdraw."""
+    """Withdraws a version and what was made from it. Again: what the first such call answered."""
     run = await lock_run(connection, run_id)
     await connection.execute(CHANGE_VERSIONS, {"run_no": run.run_no})
     policy = await find_version(connection, run.run_no, version)
     if policy.state == "abandoned":
         raise Refusal("policy_state", f"version {version} is abandoned, and cannot be used in any case")
+    first = await connection.scalar(GET_WITHDRAWAL, {"run_no": run.run_no, "subject": str(version)})
+    if first is not None:
+        return await _withdrawal(connection, run, json.loads(first))
     withdrawn = await withdrawal.descendants(connection, run, version)
     fenced = await lock_updates_of(connection, run, withdrawn)
     cause = f"withdrawal of version {version}"
@@ -163,11 +171,38 @@ async def withdraw(
     restored, none_left = await restoring.restore_after(
         connection, run, withdrawn, body.restoring_version, caller, [policy.artifact_hash]
     )
-    return WithdrawView(
-        withdrawn_versions=withdrawn,
-        fenced_updates=fenced,
+    answer = {
+        "withdrawn": withdrawn,
+        "fenced": fenced,
+        "released": undone.released,
+        "quarantined": undone.quarantined,
+        "restoring_version": None if restored is None else restored.version,
+        "no_restorable_version": none_left,
+    }
+    await record_event(
+        connection,
+        run.run_no,
+        "policy.withdrawal",
+        str(version),
+        caller.actor,
+        reason=body.reason,
+        withdrawn=withdrawn,
+        fenced=fenced,
         released=undone.released,
         quarantined=undone.quarantined,
-        restoring=restored,
+        restoring_version=answer["restoring_version"],
         no_restorable_version=none_left,
+    )
+    return await _withdrawal(connection, run, answer)
+
+
+async def _withdrawal(connection: AsyncConnection, run: Run, answer: dict[str, Any]) -> WithdrawView:
+    restored = answer["restoring_version"]
+    return WithdrawView(
+        withdrawn_versions=answer["withdrawn"],
+        fenced_updates=answer["fenced"],
+        released=answer["released"],
+        quarantined=answer["quarantined"],
+        restoring=None if restored is None else await find_version(connection, run.run_no, restored),
+        no_restorable_version=answer["no_restorable_version"],
     )

@@ -24,6 +24,7 @@ from coordinator.body import read_body
 from coordinator.errors import refusals
 from coordinator.media import arrow_answer, json_or_arrow
 from coordinator.operations.access import Admin, Anyone, ChangesHere, DatabaseHere, RewardCaller, WorkerCaller
+from coordinator.operations.numbers import NumbersHere
 from coordinator.rollouts import arrival, audit, failures, quarantine, reading, rewards
 from coordinator.runs.service import get_run
 from coordinator.wire.columns import (
@@ -69,7 +70,12 @@ BODY = json_or_arrow(RolloutBatch, ROLLOUT_SCHEMA, Rollout, left_out=MAY_BE_LEFT
     openapi_extra=BODY,
 )
 async def submit_rollouts(
-    run_id: RunId, request: Request, caller: WorkerCaller, database: DatabaseHere, changes: ChangesHere
+    run_id: RunId,
+    request: Request,
+    caller: WorkerCaller,
+    database: DatabaseHere,
+    changes: ChangesHere,
+    numbers: NumbersHere,
 ) -> ArrivalAnswer:
     """Submit rollouts with their whole identity, as JSON or as an Arrow stream.
 
@@ -84,13 +90,19 @@ async def submit_rollouts(
     run = await database.read(get_run, run_id)
     arrived = await asyncio.to_thread(arrival.arrive, decode, body, run, caller)
     answer = await database.transaction(arrival.take_in, run, arrived, caller)
+    numbers.arrived(run_id, answer)
     changes.announce(run_id)
     return answer
 
 
 @router.post("/rewards", responses=refusals("run_unknown"))
 async def submit_rewards(
-    run_id: RunId, body: RewardBatch, caller: RewardCaller, database: DatabaseHere, changes: ChangesHere
+    run_id: RunId,
+    body: RewardBatch,
+    caller: RewardCaller,
+    database: DatabaseHere,
+    changes: ChangesHere,
+    numbers: NumbersHere,
 ) -> RewardAnswer:
     """Submit rewards. A timeout or an error is recorded as a failure and leaves the rollout without a value.
 
@@ -101,6 +113,7 @@ async def submit_rewards(
     `rewards/rescore`.
     """
     answer = await database.transaction(rewards.take_rewards, run_id, body, caller)
+    numbers.rewarded(run_id, answer)
     changes.announce(run_id)
     return answer
 
@@ -125,7 +138,12 @@ async def rescore_group(
 
 @router.post("/rollouts/failures", responses=refusals("run_unknown"))
 async def report_generation_failures(
-    run_id: RunId, body: GenerationFailureBatch, caller: WorkerCaller, database: DatabaseHere, changes: ChangesHere
+    run_id: RunId,
+    body: GenerationFailureBatch,
+    caller: WorkerCaller,
+    database: DatabaseHere,
+    changes: ChangesHere,
+    numbers: NumbersHere,
 ) -> ArrivalAnswer:
     """Report attempts that gave no tokens. Each stands as a rollout of its own, `generation_failed`.
 
@@ -135,6 +153,7 @@ async def report_generation_failures(
     Sent again: answered `duplicate`, however the message is worded.
     """
     answer = await database.transaction(failures.take_failures, run_id, body, caller)
+    numbers.arrived(run_id, answer)
     changes.announce(run_id)
     return answer
 

@@ -8,6 +8,7 @@ and judged again there, so that nothing that a rewind or a release has just brou
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import text
@@ -52,7 +53,14 @@ OLD_EVIDENCE = f"""
     FROM rollout_evidence e JOIN rollouts r USING (run_no, rollout_id) JOIN {_LAST_CHANGE}
     WHERE e.run_no = :run_no AND e.token_ids IS NOT NULL
       AND e.arrived_at < clock_timestamp() - make_interval(secs => :seconds) AND {_OVER}
-    ORDER BY e.arrived_at LIMIT :batch
+    ORDER BY e.arrived_at LIMIT CAST(:batch AS int)
+"""
+
+COUNT_OLD_EVIDENCE = f"""
+    SELECT count(*) AS rollouts, CAST(COALESCE(sum(octet_length(e.token_ids) + octet_length(e.action_mask)
+        + octet_length(e.behavior_log_probs) + COALESCE(octet_length(e.side_data), 0)), 0) AS bigint) AS bytes
+    FROM rollout_evidence e
+    WHERE e.run_no = :run_no AND e.rollout_id IN (SELECT o.rollout_id FROM ({OLD_EVIDENCE}) AS o)
 """
 
 DROP_EVIDENCE = text(f"""
@@ -79,8 +87,10 @@ OLD_ROLLOUTS = f"""
     FROM rollouts r JOIN {_LAST_CHANGE} JOIN groups g ON g.run_no = r.run_no AND g.group_id = r.{{group}}
     WHERE r.run_no = :run_no AND g.state <> 'open'
       AND r.arrived_at < clock_timestamp() - make_interval(secs => :seconds) AND {_OVER}
-    ORDER BY r.arrived_at LIMIT :batch
+    ORDER BY r.arrived_at LIMIT CAST(:batch AS int)
 """
+
+COUNT_OLD_ROLLOUTS = f"SELECT count(*) FROM ({OLD_ROLLOUTS}) AS o"
 
 DROP_ROLLOUTS = f"""
     WITH over AS (
@@ -156,10 +166,32 @@ def _limits(run: Run, seconds: float) -> dict[str, Any]:
     }
 
 
-async def drop_evidence(connection: AsyncConnection, run_id: str) -> int:
-    """Drops the tokens of one batch of old rollouts. Answers how many."""
+@dataclass(frozen=True)
+class Over:
+    """What of a run is over: rollouts that would lose their tokens (of so many bytes), and their row."""
+
+    evidence: int
+    evidence_bytes: int
+    rollouts: int
+
+
+async def count_over(connection: AsyncConnection, run_id: str, seconds: float) -> Over:
+    """What `drop_evidence` and `drop_rollouts` would drop of what was over so long ago."""
     run = await get_run(connection, run_id)
-    seconds = run.settings.evidence_retention_seconds
+    limits = _limits(run, seconds) | {"batch": None}
+    evidence = (await connection.execute(for_run(COUNT_OLD_EVIDENCE, run.group_column), limits)).one()
+    rollouts = 0
+    if run.settings.rollout_retention_seconds is not None:
+        counted = await connection.execute(for_run(COUNT_OLD_ROLLOUTS, run.group_column), limits)
+        rollouts = counted.scalar_one()
+    return Over(evidence.rollouts, evidence.bytes, rollouts)
+
+
+async def drop_evidence(connection: AsyncConnection, run_id: str, seconds: float | None = None) -> int:
+    """Drops the tokens of one batch of rollouts that were over so long ago, left out: as the run says. Answers how
+    many."""
+    run = await get_run(connection, run_id)
+    seconds = run.settings.evidence_retention_seconds if seconds is None else seconds
     if seconds is None:
         return 0
     limits = _limits(run, seconds)
@@ -169,12 +201,13 @@ async def drop_evidence(connection: AsyncConnection, run_id: str) -> int:
     return int(dropped.scalar_one())
 
 
-async def drop_rollouts(connection: AsyncConnection, run_id: str) -> int:
-    """Drops the rows of one batch of old rollouts, and leaves their tombstones. Answers how many."""
+async def drop_rollouts(connection: AsyncConnection, run_id: str, seconds: float | None = None) -> int:
+    """Drops the rows of one batch of rollouts that were over so long ago, left out: as the run says, and leaves their
+    tombstones. Answers how many: none of a run that keeps its rows, whose arrivals wait for no tombstone."""
     run = await get_run(connection, run_id)
-    seconds = run.settings.rollout_retention_seconds
-    if seconds is None:
+    if run.settings.rollout_retention_seconds is None:
         return 0
+    seconds = run.settings.rollout_retention_seconds if seconds is None else seconds
     limits = _limits(run, seconds)
     rows = (await connection.execute(for_run(OLD_ROLLOUTS, run.group_column), limits)).all()
     await groups.lock(connection, run, sorted({row.group_id for row in rows}))

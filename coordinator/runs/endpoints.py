@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Response, status
 
-from coordinator.addresses import AfterNumber, Limit, RunId
+from coordinator.addresses import AfterNumber, Limit, NewestFirst, RunId
 from coordinator.errors import refusals
 from coordinator.media import AGAIN
 from coordinator.operations.access import Admin, Anyone, DatabaseHere
@@ -81,9 +81,11 @@ async def get_failures(
     after: AfterNumber = 0,
     limit: Limit = 500,
     stage: Annotated[Stage | None, Query(description="of this stage", examples=["reward"])] = None,
+    newest_first: NewestFirst = False,
 ) -> FailureList:
     """Read the failures recorded for the run, all or those of one stage.
 
-    Oldest first; send `next_after` as `after` to go on. Attempts add up here, none overwrites another.
+    In the order of their numbers, or against it; send `next_after` as `after` to go on. Attempts add up here, none
+    overwrites another.
     """
-    return await database.transaction(service.get_failures, run_id, after, limit, stage)
+    return await database.transaction(service.get_failures, run_id, after, limit, stage, newest_first)

@@ -82,3 +82,10 @@ GET_FAILURES = text("""
     WHERE run_no = :run_no AND failure_no > :after AND at < :settled
       AND (CAST(:stage AS text) IS NULL OR stage = :stage) ORDER BY failure_no LIMIT :limit
 """)
+
+# Before a number, or from the newest on without one.
+GET_NEWEST_FAILURES = text("""
+    SELECT failure_no, stage, kind, message, actor, at, rollout_id, update_id, version, worker_id FROM failures
+    WHERE run_no = :run_no AND (CAST(:after AS bigint) = 0 OR failure_no < CAST(:after AS bigint)) AND at < :settled
+      AND (CAST(:stage AS text) IS NULL OR stage = :stage) ORDER BY failure_no DESC LIMIT :limit
+""")

@@ -233,12 +233,18 @@ async def get_journal(connection: AsyncConnection, run_id: str, after: int, limi
 
 
 async def get_failures(
-    connection: AsyncConnection, run_id: str, after: int, limit: int, stage: str | None
+    connection: AsyncConnection,
+    run_id: str,
+    after: int,
+    limit: int,
+    stage: str | None,
+    newest_first: bool,
 ) -> FailureList:
-    """Recorded failures after a number, all or those of one stage."""
+    """Recorded failures after a number in their order, or before it in the other; all or those of one stage."""
     run = await get_run(connection, run_id)
     parameters: dict[str, Any] = {"run_no": run.run_no, "after": after, "limit": limit, "stage": stage}
     parameters["settled"] = await settled_before(connection)
-    rows = await connection.execute(queries.GET_FAILURES, parameters)
+    statement = queries.GET_NEWEST_FAILURES if newest_first else queries.GET_FAILURES
+    rows = await connection.execute(statement, parameters)
     failures = [FailureView.model_validate(dict(row._mapping)) for row in rows]
     return FailureList(failures=failures, next_after=failures[-1].failure_no if failures else after)

@@ -59,6 +59,11 @@ class Changes:
         self.ended = False
         """Nobody is to wait here any longer: the server ends."""
 
+    @property
+    def followers(self) -> int:
+        """How many follow a run; all who wait for the same answer of a run count as one."""
+        return sum(len(followers) for followers in self._followers.values())
+
     def announce(self, run_id: str) -> None:
         """The run was changed here: wakes its followers, and has the other replicas told."""
         self.hear(run_id)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Concatenate, ParamSpec, TypeVar
 
+import asyncpg
 from sqlalchemy import text
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 P = ParamSpec("P")
@@ -38,11 +43,29 @@ class DatabaseError(RuntimeError):
     """The database is not fit to be used; the message says why and what to do."""
 
 
+_KINDS = {
+    SERIALIZATION_FAILURE: "serialization",
+    DEADLOCK: "deadlock",
+    "57014": "statement_timeout",
+    "55P03": "lock_timeout",
+    "25P03": "idle_timeout",
+}
+FAULTS = (*_KINDS.values(), "connection", "other")
+"""What `Database.faults` counts."""
+
+
 class Database:
-    """A pool of connections to one Postgres."""
+    """A pool of connections to one Postgres.
+
+    `faults` counts what went wrong by its kind, `retries` the transactions that were tried again. `span` is entered
+    around each transaction and each read, with its name.
+    """
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.engine = engine
+        self.faults: Counter[str] = Counter()
+        self.retries = 0
+        self.span: Callable[[str], AbstractContextManager[object]] = nullcontext
         self._reading = engine.execution_options(isolation_level="AUTOCOMMIT")
 
     async def transaction(
@@ -54,12 +77,14 @@ class Database:
         """
         for attempt in range(ATTEMPTS):
             try:
-                async with self.engine.begin() as connection:
-                    return await work(connection, *args, **kwargs)
+                with self._counted(), self.span(_name(work)):
+                    async with self.engine.begin() as connection:
+                        return await work(connection, *args, **kwargs)
             except DBAPIError as error:
                 state = getattr(error.orig, "sqlstate", None)
                 if state not in (SERIALIZATION_FAILURE, DEADLOCK) or attempt == ATTEMPTS - 1:
                     raise
+            self.retries += 1
             await asyncio.sleep(random.uniform(0, 0.01 * 2**attempt))
         raise AssertionError("unreachable")
 
@@ -70,17 +95,43 @@ class Database:
 
         What two of its statements read may lie on both sides of somebody's commit.
         """
-        async with self._reading.connect() as connection:
-            return await work(connection, *args, **kwargs)
+        with self._counted(), self.span(_name(work)):
+            async with self._reading.connect() as connection:
+                return await work(connection, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        try:
+            yield
+        except (DBAPIError, asyncpg.PostgresError) as error:
+            lost = isinstance(error, InterfaceError) or (isinstance(error, DBAPIError) and error.connection_invalidated)
+            state = str(getattr(getattr(error, "orig", error), "sqlstate", None) or "")
+            lost = lost or state.startswith(("08", "57P", "53"))
+            self.faults["connection" if lost else _KINDS.get(state, "other")] += 1
+            raise
+        except (OSError, PoolTimeout, asyncpg.InterfaceError):
+            self.faults["connection"] += 1
+            raise
 
     async def close(self) -> None:
         """Closes every connection."""
         await self.engine.dispose()
 
 
+def _name(work: Callable[..., object]) -> str:
+    """Which work it is, as `package.module.function` below `coordinator`."""
+    return f"{work.__module__.removeprefix('coordinator.')}.{work.__qualname__}"
+
+
 def async_url(url: str) -> str:
     """The address as SQLAlchemy wants it for asyncpg, from any of the usual spellings of postgresql://."""
-    parsed = make_url(url)
+    try:
+        parsed = make_url(url)
+    except (ArgumentError, ValueError):  # whose text repeats the address, password and all
+        raise DatabaseError(
+            "DATABASE_URL cannot be read; it is postgresql://user:password@host:port/database, with what is special in "
+            "the password as %XX"
+        ) from None
     if parsed.get_backend_name() not in ("postgresql", "postgres"):
         raise DatabaseError(f"DATABASE_URL names {parsed.get_backend_name()}; only postgresql:// is possible")
     return parsed.set(drivername="postgresql+asyncpg").render_as_string(hide_password=False)
@@ -95,6 +146,7 @@ def connect(url: str, pool_size: int = 10) -> Database:
         pool_timeout=30,
         pool_pre_ping=False,
         pool_recycle=1800,
+        hide_parameters=True,  # values belong to their owners, and not into logs
         connect_args={"server_settings": SESSION, "timeout": 10},
     )
     return Database(engine)

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterable, Iterator
 
 import asyncpg
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from coordinator.storage.changes import Changes
 from coordinator.storage.database import Database
@@ -42,6 +43,14 @@ def payloads(run_ids: Iterable[str]) -> Iterator[str]:
         payload = longer
     if payload:
         yield payload
+
+
+async def listening_connection(engine: AsyncEngine) -> asyncpg.Connection:
+    """A connection beside the pool that hears. It must lead to Postgres itself: a pooler loses what it is told."""
+    _, arguments = engine.dialect.create_connect_args(engine.url)
+    for key in ("prepared_statement_cache_size", "prepared_statement_name_func"):
+        arguments.pop(key, None)  # the engine's own, which asyncpg does not know
+    return await asyncpg.connect(**arguments, timeout=10, server_settings={"application_name": "coordinator notices"})
 
 
 class Notices:
@@ -75,13 +84,7 @@ class Notices:
             pause = min(2 * pause, _LAST_RETRY_SECONDS)
 
     async def _connect(self) -> asyncpg.Connection:
-        """A connection beside the pool that hears. It must lead to Postgres itself: a pooler loses what it is told."""
-        _, arguments = self._engine.dialect.create_connect_args(self._engine.url)
-        for key in ("prepared_statement_cache_size", "prepared_statement_name_func"):
-            arguments.pop(key, None)  # the engine's own, which asyncpg does not know
-        connection = await asyncpg.connect(
-            **arguments, timeout=10, server_settings={"application_name": "coordinator notices"}
-        )
+        connection = await listening_connection(self._engine)
         connection.add_termination_listener(lambda _: self._changes.stirred.set())
         await connection.add_listener(CHANNEL, self._heard)
         self._changes.hear_everything()  # what was sent before this moment is lost on us

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextvars import Context
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -87,7 +88,9 @@ class Watchers(Generic[T]):
         loop = asyncio.get_running_loop()
         if run_id not in self._questions:
             question = _Question(lambda: self._ask(run_id), self._changes, self._changes.follow(run_id))
-            self._questions[run_id] = question, loop.create_task(self._serve(run_id, question))
+            # Of no request: it outlives the one that began it, and what it does is not that one's.
+            task = loop.create_task(self._serve(run_id, question), context=Context())
+            self._questions[run_id] = question, task
         return await self._questions[run_id][0].answer(_Waiter(enough, loop.time() + seconds, loop.create_future()))
 
     async def _serve(self, run_id: str, question: _Question[T]) -> None:

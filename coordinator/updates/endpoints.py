@@ -9,11 +9,12 @@ from fastapi import APIRouter, Query, Request, Response, status
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
-from coordinator.addresses import AfterUpdate, HashFilter, IdFilter, Limit, RunId, UpdateId, VersionFilter
+from coordinator.addresses import AfterUpdate, HashFilter, IdFilter, Limit, NewestFirst, RunId, UpdateId, VersionFilter
 from coordinator.body import read_body
 from coordinator.errors import Refusal, refusals
 from coordinator.media import AGAIN, arrow_answer, json_or_arrow
 from coordinator.operations.access import Anyone, ChangesHere, DatabaseHere, Trainer
+from coordinator.operations.numbers import NumbersHere
 from coordinator.runs.service import get_run
 from coordinator.storage.database import Database
 from coordinator.updates import candidates, lineage, reservation, service
@@ -80,9 +81,7 @@ async def list_updates(
     caller: Anyone,
     database: DatabaseHere,
     state: Annotated[UpdateState | None, Query(description="in this state", examples=["open"])] = None,
-    newest_first: Annotated[
-        bool, Query(description="true: the one that was opened last comes first", examples=[True])
-    ] = False,
+    newest_first: NewestFirst = False,
     after: AfterUpdate = None,
     limit: Limit = 1000,
 ) -> UpdateList:
@@ -180,6 +179,7 @@ async def get_candidates(
     caller: Trainer,
     database: DatabaseHere,
     changes: ChangesHere,
+    numbers: NumbersHere,
 ) -> Response:
     """Ask for whole groups, the oldest admissible first, with their evidence; they are held for this update.
 
@@ -200,6 +200,7 @@ async def get_candidates(
             if offer is not None:
                 break
             await follower.next(left)
+    numbers.reserved(run_id, offer.reserved or [])
     if ARROW_MEDIA_TYPE in request.headers.get("accept", ""):
         return Response(await asyncio.to_thread(candidates.to_arrow, offer), media_type=ARROW_MEDIA_TYPE)
     return JSONResponse(await asyncio.to_thread(candidates.to_json, offer))
@@ -237,6 +238,7 @@ async def reserve_rollouts(
     caller: Trainer,
     database: DatabaseHere,
     changes: ChangesHere,
+    numbers: NumbersHere,
 ) -> ReserveAnswer:
     """Bind rollouts to this update: each only if it is rewarded, at the revision seen, within lag and drift.
 
@@ -252,6 +254,7 @@ async def reserve_rollouts(
     run, evidence = await database.read(reservation.read_evidence, run_id, columns)
     drift = await asyncio.to_thread(reservation.measure, run, columns, evidence)
     answer = await database.transaction(reservation.reserve, run_id, update_id, columns, drift, caller)
+    numbers.reserved(run_id, answer.verdicts)
     changes.announce(run_id)
     return answer
 

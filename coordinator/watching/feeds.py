@@ -12,6 +12,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterator
+from contextvars import Context
 from dataclasses import dataclass
 from itertools import islice
 
@@ -217,7 +218,9 @@ class Feeds:
         if run_id not in self._feeds:
             follower = self._changes.follow(run_id)
             feed = _Feed(run_id, max(0, newest - KEPT), self._entries, self._valid, follower)
-            self._feeds[run_id] = feed, asyncio.get_running_loop().create_task(self._serve(run_id, feed))
+            # Of no request: it outlives the one that began it, and what it does is not that one's.
+            task = asyncio.get_running_loop().create_task(self._serve(run_id, feed), context=Context())
+            self._feeds[run_id] = feed, task
         feed, _ = self._feeds[run_id]
         reader = Reader(feed, after, token_id)
         if self._ended:
@@ -227,6 +230,16 @@ class Feeds:
             yield reader
         finally:
             reader.leave()
+
+    @property
+    def readers(self) -> int:
+        """How many read."""
+        return sum(len(feed.readers) for feed, _ in self._feeds.values())
+
+    @property
+    def feeds(self) -> int:
+        """How many runs are read; each is followed once."""
+        return len(self._feeds)
 
     def end(self) -> None:
         """Sends every reader away, and those who come from now on."""

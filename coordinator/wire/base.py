@@ -27,6 +27,7 @@ Sha256 = Annotated[
 ]
 
 Version = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1, description="a policy version's number")]
+
 Count = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
 Real = Annotated[float, Field(strict=True)]
 """A number. Neither a text that spells one nor true or false."""
@@ -60,3 +61,8 @@ class WireModel(BaseModel):
         if isinstance(data, dict) and len(data) > len(cls.model_fields) + 100:
             raise ValueError(f"{len(data)} fields, of which {len(cls.model_fields)} are known")
         return data
+
+    def request_body(self) -> bytes:
+        """The JSON to send. What is as it would be if it were left out is left out: an older server, which would
+        refuse a field that it does not know, takes the request as long as nobody uses what is new."""
+        return self.model_dump_json(exclude_defaults=True).encode()

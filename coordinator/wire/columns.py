@@ -162,10 +162,12 @@ def _read_table(
     most_rows: int,
     wide: frozenset[str] = frozenset(),
     optional: frozenset[str] = frozenset(),
+    pass_over: bool = False,
 ) -> pa.Table:
     """The stream as one table with exactly the schema's columns, but for `optional` ones that were left out.
 
-    Columns in `wide` may be of float64.
+    Columns in `wide` may be of float64. Others than the schema's are refused, or with `pass_over`, for an answer that
+    a newer server gives, not read.
     """
     check_stream(data, most_rows)
     try:
@@ -177,7 +179,7 @@ def _read_table(
     names = table.column_names
     if len(set(names)) != len(names):
         raise ArrowError("a column appears twice")
-    unknown = sorted(set(names) - set(schema.names))
+    unknown = [] if pass_over else sorted(set(names) - set(schema.names))
     missing = [name for name in schema.names if name not in names and name not in optional]
     if unknown or missing:
         raise ArrowError(f"missing columns: {missing or 'none'}; unknown columns: {unknown or 'none'}")
@@ -478,7 +480,9 @@ _EMPTY = TypeAdapter(EmptyReason | None)
 
 def decode_candidates(data: bytes) -> CandidateColumns:
     """Reads a candidates answer. ArrowError where it is none."""
-    table = _read_table(data, CANDIDATE_SCHEMA, len(data) // 32)  # 11 columns take at least 4 bytes each
+    table = _read_table(
+        data, CANDIDATE_SCHEMA, len(data) // 32, pass_over=True
+    )  # 11 columns take at least 4 bytes each
     metadata = table.schema.metadata or {}
     try:
         groups = _NAMES.validate_json(metadata.get(b"groups", b"[]"), strict=True)
@@ -553,7 +557,7 @@ def encode_evidence(columns: EvidenceColumns) -> bytes:
 
 def decode_evidence(data: bytes) -> EvidenceColumns:
     """Reads an evidence answer. ArrowError where it is none."""
-    table = _read_table(data, EVIDENCE_SCHEMA, len(data) // 28)  # 7 columns take at least 4 bytes each
+    table = _read_table(data, EVIDENCE_SCHEMA, len(data) // 28, pass_over=True)  # 7 columns of 4 bytes or more
     try:
         missing = _NAMES.validate_json((table.schema.metadata or {}).get(b"missing", b"[]"), strict=True)
     except ValidationError as error:

@@ -57,6 +57,19 @@ EVENTS: dict[str, EventKind] = {
         "The switch: it is active from now on", _VERSION, ("activation_id", "artifact_hash", "retired")
     ),
     "policy.withdrawn": EventKind("It is out of use, with what was made with it", _VERSION, ("reason",)),
+    "policy.withdrawal": EventKind(
+        "What a withdrawal of it came to",
+        _VERSION,
+        (
+            "withdrawn",
+            "fenced",
+            "released",
+            "quarantined",
+            "restoring_version",
+            "no_restorable_version",
+            "reason",
+        ),
+    ),
     "policy.rolled_back": EventKind(
         "It brings the artifact of an earlier version back",
         _VERSION,

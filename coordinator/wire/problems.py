@@ -24,7 +24,8 @@ class ProblemCode:
 
 
 class ProblemDocument(BaseModel):
-    """RFC 9457 problem document. `field` and `item` point at the fault where there is one."""
+    """RFC 9457 problem document. `field` and `item` point at the fault where there is one; `request_id` is what the
+    coordinator's log has of the request."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -36,6 +37,7 @@ class ProblemDocument(BaseModel):
     next_step: str
     field: str | None = None
     item: str | None = None
+    request_id: str | None = None
 
 
 _ALL = [
@@ -260,12 +262,24 @@ _ALL = [
         "The run's storage limit is reached",
         "Wait as Retry-After says and send the same again; nothing of it was stored. Retention frees space.",
     ),
+    ProblemCode(
+        "rate_limited",
+        429,
+        "Too many requests",
+        "Wait as Retry-After says and send the same again; send fewer and larger batches.",
+    ),
     # size, shape, storage
     ProblemCode(
         "malformed_http",
         400,
         "This is no HTTP request",
         "Send HTTP/1.1 as RFC 9112 has it; a proxy or a client that writes requests by hand is at fault.",
+    ),
+    ProblemCode(
+        "headers_too_large",
+        431,
+        "Address and headers are too large",
+        "Send what is long in a body; a client or a proxy that adds headers without end is at fault.",
     ),
     ProblemCode("too_large", 413, "The request is too large", "Send fewer items in one call."),
     ProblemCode(
@@ -329,13 +343,25 @@ _ALL = [
         "The database cannot be reached",
         "Send the request again in a moment; every call is safe to repeat.",
     ),
+    ProblemCode(
+        "not_ready",
+        503,
+        "The coordinator cannot do its work",
+        "Mend what the detail names; until then send requests to another replica.",
+    ),
+    ProblemCode(
+        "shutting_down",
+        503,
+        "The coordinator is about to end",
+        "Send requests to another replica, or again in a moment.",
+    ),
 ]
 
 PROBLEMS: dict[str, ProblemCode] = {problem.code: problem for problem in _ALL}
 
 
 def problem_document(code: str, detail: str, **extra: Any) -> dict[str, Any]:
-    """The JSON body of a refusal. `extra` may hold `field`, `item` and whatever else helps."""
+    """The JSON body of a refusal. `extra` may hold `field`, `item` and what else helps; None is left out."""
     problem = PROBLEMS[code]
     return {
         "type": f"about:blank#{code}",
@@ -344,4 +370,4 @@ def problem_document(code: str, detail: str, **extra: Any) -> dict[str, Any]:
         "code": code,
         "detail": detail,
         "next_step": problem.next_step,
-    } | extra
+    } | {name: value for name, value in extra.items() if value is not None}

@@ -44,7 +44,9 @@ class RewindView(WireModel):
         None, description="prepared when the active version was withdrawn: open its activation"
     )
     no_restorable_version: bool = Field(
-        False, description="the active version was withdrawn and no durable ancestor is left: prepare the next version"
+        False,
+        description="the active version was withdrawn and no durable ancestor is left, or no number: prepare the next "
+        "version, or begin another run",
     )
 
 
@@ -101,7 +103,7 @@ class WithdrawPolicy(WireModel):
 
 
 class WithdrawView(WireModel):
-    """What a withdrawal came to; all of it is empty when the version was withdrawn before."""
+    """What a withdrawal came to; it is empty where the version had been withdrawn with another one."""
 
     withdrawn_versions: list[int]
     fenced_updates: list[str] = Field(description="open updates that stood on a withdrawn version")
@@ -111,5 +113,7 @@ class WithdrawView(WireModel):
         None, description="prepared when the active version was withdrawn: open its activation"
     )
     no_restorable_version: bool = Field(
-        False, description="the active version was withdrawn and no durable ancestor is left: prepare the next version"
+        False,
+        description="the active version was withdrawn and no durable ancestor is left, or no number: prepare the next "
+        "version, or begin another run",
     )

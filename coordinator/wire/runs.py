@@ -224,7 +224,7 @@ class FailureView(WireModel):
 
 
 class FailureList(WireModel):
-    """Failures of a run, oldest first."""
+    """Failures of a run in the order that was asked for."""
 
     failures: list[FailureView]
     next_after: int

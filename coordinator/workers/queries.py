@@ -4,17 +4,20 @@ from sqlalchemy import text
 
 from coordinator.storage.lost import LOST
 
+SUSPECT = """(SELECT CASE
+    WHEN d.n >= 8 AND d.total / d.n > 0.1
+    THEN format('mean drift %s over %s fresh rollouts', round(CAST(d.total / d.n AS numeric), 4), d.n)
+    WHEN j.n >= 10 THEN format('%s rollouts rejected, last: %s', j.n, j.last_detail) END
+ FROM (SELECT sum(n) AS n, (array_agg(last_detail ORDER BY last_at DESC))[1] AS last_detail FROM rejections
+       WHERE run_no = workers.run_no AND worker_id = workers.worker_id AND incarnation = workers.incarnation) AS j
+ LEFT JOIN worker_drift d ON d.run_no = workers.run_no AND d.worker_id = workers.worker_id
+    AND d.incarnation = workers.incarnation)"""
+"""Why a row of `workers` is suspect; null if it is not."""
+
 _COLUMNS = f"""
     worker_id, incarnation, draining, fenced_reason, engine, engine_version, registered_at,
     heartbeat_at, asleep_until, asleep_until > clock_timestamp() AS asleep, deregistered_at,
-    (SELECT CASE
-        WHEN d.n >= 8 AND d.total / d.n > 0.1
-            THEN format('mean drift %s over %s fresh rollouts', round(CAST(d.total / d.n AS numeric), 4), d.n)
-        WHEN j.n >= 10 THEN format('%s rollouts rejected, last: %s', j.n, j.last_detail) END
-     FROM (SELECT sum(n) AS n, (array_agg(last_detail ORDER BY last_at DESC))[1] AS last_detail FROM rejections
-           WHERE run_no = workers.run_no AND worker_id = workers.worker_id AND incarnation = workers.incarnation) AS j
-     LEFT JOIN worker_drift d ON d.run_no = workers.run_no AND d.worker_id = workers.worker_id
-        AND d.incarnation = workers.incarnation) AS suspect_reason,
+    {SUSPECT} AS suspect_reason,
     (SELECT a.version FROM acks a
      WHERE a.run_no = workers.run_no AND a.worker_id = workers.worker_id AND a.incarnation = workers.incarnation
        AND a.matching

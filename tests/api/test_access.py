@@ -1,91 +1,122 @@
-"""Who may do what, read off the app's own routes, so that a new endpoint is walked too."""
+"""Who may do what: the table in docs/roles.md, held against the app, call by call and token by token."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
 from datetime import UTC, datetime, timedelta
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
-from fastapi import FastAPI
-from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 
-from coordinator.operations.access import Allow
 from coordinator.wire.tokens import CreateToken, Role
 from tests.api.ledger import Api, Ledger, ok, refused
+from tests.docs.pages import CALLERS, PAGES
 
 ROLES: tuple[Role, ...] = get_args(Role)
-OPEN_TO_ALL = {"/healthz", "/readyz"}
+OPEN_TO_ALL = {"GET /healthz", "GET /readyz"}
+"""Calls that ask for no token. There is a reason for each, so that none joins them by mistake."""
 
 
-def endpoints(app: FastAPI) -> Iterator[tuple[str, str, frozenset[Role]]]:
-    """Every method and path of the API with the roles that its `Allow` names."""
-    for route in app.routes:
-        if not isinstance(route, APIRoute) or route.path in OPEN_TO_ALL:
-            continue
-        roles = [guard.roles for guard in guards(route.dependant)]
-        assert len(roles) == 1, f"{route.path} states its roles {len(roles)} times"
-        for method in route.methods:
-            yield method, route.path, roles[0]
+def table() -> dict[str, dict[str, str]]:
+    """What the page says of each call, by who makes it."""
+    rows = [
+        [cell.strip(" `") for cell in line.strip("|").split("|")]
+        for line in PAGES["access"].read_text(encoding="utf-8").splitlines()
+        if re.match(r"\| `[A-Z]+ /", line)
+    ]
+    return {call: dict(zip(CALLERS, cells, strict=True)) for call, *cells in rows}
 
 
-def guards(dependant: Dependant) -> Iterator[Allow]:
-    for inner in dependant.dependencies:
-        if isinstance(inner.call, Allow):
-            yield inner.call
-        yield from guards(inner)
+TABLE = table()
 
 
-def filled(path: str) -> str:
-    values = {
-        "run_id": "run", "worker_id": "w", "version": "0", "name:path": "a", "rollout_id": "r", "update_id": "u",
-        "activation_id": "a", "token_id": "t", "rewind_id": "r", "rollback_id": "r",
-    }  # fmt: skip
-    for name, value in values.items():
+def filled(call: str, document: dict[str, Any]) -> tuple[str, str]:
+    """A method and an address with something in each place, of the run `run` and of the worker `w`."""
+    method, path = call.split()
+    for parameter in document["paths"][path][method.lower()].get("parameters", ()):
+        name = parameter["name"]
+        known = {"run_id": "run", "worker_id": "w"}
+        value = known.get(name, "0" if parameter["schema"].get("type") == "integer" else "a")
         path = path.replace("{" + name + "}", value)
     assert "{" not in path, path
-    return path.removeprefix("/v1") + ("?wait_seconds=0" if path.endswith("/stream") else "")
+    return method, path + ("?wait_seconds=0" if path.endswith("/stream") else "")
 
 
-async def test_every_endpoint_for_every_role(api: Api) -> None:
+async def answered(api: Api, call: tuple[str, str], token: str | None) -> tuple[int, str | None]:
+    """Status and code of a call that sends nothing but a token. Who is let pass is refused for its shape, or served."""
+    headers = {} if token is None else {"authorization": f"Bearer {token}"}
+    response = await api.http.request(*call, headers=headers)
+    refusal = response.headers["content-type"] == "application/problem+json"
+    return response.status_code, response.json()["code"] if refusal else None
+
+
+def let_pass(answer: tuple[int, str | None]) -> bool:
+    assert answer[0] not in (401, 403) or answer in ((401, "unauthenticated"), (403, "forbidden"))
+    return answer[0] not in (401, 403)
+
+
+def test_the_table_has_every_call(api: Api) -> None:
+    routes = {
+        f"{method} {route.path_format}"
+        for route in api.app.routes
+        if isinstance(route, APIRoute)
+        for method in route.methods
+    }
+    assert routes == TABLE.keys()
+    assert {call for call, who in TABLE.items() if who["no token"] == "yes"} == OPEN_TO_ALL
+    for call, who in TABLE.items():
+        assert set(who.values()) <= {"yes", "no", "run", "own id"}, call
+        assert who["admin"] == "yes", call
+
+
+async def test_nobody_passes_without_a_valid_token(api: Api) -> None:
     await Ledger.create(api)
-    for role in ROLES:
-        if role != "admin":
-            await api.token(role, role, "run", "w" if role == "worker" else None)
-    walked = 0
-    for method, path, roles in endpoints(api.app):
-        where = filled(path)
-        refused(await api.call(method, where, who=None), 401, "unauthenticated")
-        refused(await api.call(method, where, who="rct_0123456789ab_wrong"), 401, "unauthenticated")
-        assert "admin" in roles
-        for role in ROLES:
-            response = await api.call(method, where, who=role)
-            if role in roles:
-                assert response.status_code not in (401, 403), (method, path, role, response.text)
-            else:
-                refused(response, 403, "forbidden")
-            walked += 1
-    assert walked >= 35 * len(ROLES)
+    good = ok(await api.call("POST", "/tokens", {"name": "good", "role": "admin"}))
+    ok(await api.call("DELETE", f"/tokens/{good['token_id']}"))
+    past = (datetime.now(UTC) - timedelta(seconds=1)).isoformat()
+    late = ok(await api.call("POST", "/tokens", {"name": "late", "role": "admin", "expires_at": past}))
+    token_id = api.secrets["admin"].split("_")[1]
+    tokens = {
+        "none": None,
+        "revoked": good["token"],
+        "expired": late["token"],
+        "unknown": "rct_0123456789ab_wrong",
+        "of another secret": f"rct_{token_id}_wrong",
+        "of no form": "let me in",
+    }
+    for call, who in TABLE.items():
+        where = filled(call, api.app.openapi())
+        for kind, token in tokens.items():
+            answer = await answered(api, where, token)
+            assert let_pass(answer) == (who["no token"] == "yes"), (call, kind, answer)
+            assert let_pass(answer) or answer == (401, "unauthenticated"), (call, kind, answer)
 
 
-async def test_a_bound_token_is_refused_by_every_endpoint_of_another_run_or_worker(api: Api) -> None:
+async def test_every_call_for_every_role_is_as_the_table_says(api: Api) -> None:
     await Ledger.create(api)
     await Ledger.create(api, "other")
     for role in ROLES:
         if role != "admin":
-            await api.token(f"elsewhere-{role}", role, "other", "w" if role == "worker" else None)
-    await api.token("neighbour", "worker", "run", "v")
-    walked = 0
-    for method, path, roles in endpoints(api.app):
-        if "{run_id}" in path:
-            for role in roles - {"admin"}:
-                refused(await api.call(method, filled(path), who=f"elsewhere-{role}"), 403, "forbidden")
-                walked += 1
-        if "{worker_id}" in path and "worker" in roles:
-            refused(await api.call(method, filled(path), who="neighbour"), 403, "forbidden")
-            walked += 1
-    assert walked >= 60
+            mine = "w" if role == "worker" else None
+            await api.token(role, role, "run", mine)
+            await api.token(f"{role}-of-every-run", role, None, mine)
+            await api.token(f"{role}-of-another-run", role, "other", mine)
+    await api.token("worker-of-another-id", "worker", "run", "v")
+    for call, who in TABLE.items():
+        where = filled(call, api.app.openapi())
+        for role in ROLES:
+            cell = who[role]
+            expected = {role: cell != "no"}
+            if role != "admin":
+                expected[f"{role}-of-every-run"] = cell != "no"
+                expected[f"{role}-of-another-run"] = cell == "yes"
+            if role == "worker":
+                expected["worker-of-another-id"] = cell in ("yes", "run")
+            for name, passes in expected.items():
+                answer = await answered(api, where, api.secrets[name])
+                assert let_pass(answer) == passes, (call, name, cell, answer)
+                assert passes or answer == (403, "forbidden"), (call, name, answer)
 
 
 async def test_bound_tokens_stay_in_their_run_and_with_their_worker(ledger: Ledger) -> None:

@@ -12,7 +12,9 @@ import pyarrow as pa
 import pytest
 from fastapi.routing import APIRoute
 
+from coordinator.openapi.document import described
 from coordinator.openapi.story import STORY
+from coordinator.openapi.words import WORDS
 from coordinator.operations.access import Allow
 from coordinator.wire.columns import encode_rollouts, rollout_columns
 from coordinator.wire.problems import MEDIA_TYPE, PROBLEMS
@@ -144,10 +146,20 @@ def test_every_header_of_an_answer_is_described(document: Json) -> None:
     }  # fmt: skip
 
 
-def test_every_field_of_a_body_says_what_it_holds(document: Json) -> None:
-    """By its own description, or by that of the model that it refers to, or by a name that says it all."""
-    for name, schema in document["components"]["schemas"].items():
-        assert schema.get("description"), name
+def test_every_model_and_every_field_says_what_it_holds(document: Json) -> None:
+    for model, schema in document["components"]["schemas"].items():
+        assert schema.get("description"), model
+        for name, field in schema.get("properties", {}).items():
+            assert described(field), f"describe {model}.{name} in its model, or {name} in coordinator.openapi.words"
+
+
+def test_every_word_is_used(document: Json) -> None:
+    said = {
+        field.get("description")
+        for schema in document["components"]["schemas"].values()
+        for field in schema.get("properties", {}).values()
+    }
+    assert [name for name, meaning in WORDS.items() if meaning not in said] == []
 
 
 def test_every_call_says_what_it_may_refuse(document: Json) -> None:
@@ -184,7 +196,7 @@ def test_every_code_is_documented_where_it_may_come_from(document: Json) -> None
         for code in answer["content"][MEDIA_TYPE]["examples"]
     }
     # These come from no endpoint: no such address or method, and bytes that are no HTTP.
-    assert documented == PROBLEMS.keys() - {"not_found", "method_not_allowed", "malformed_http"}
+    assert documented == PROBLEMS.keys() - {"not_found", "method_not_allowed", "malformed_http", "headers_too_large"}
 
 
 def test_every_call_has_an_example_of_its_request_and_of_its_good_answer(document: Json) -> None:

@@ -135,4 +135,5 @@ async def test_a_batch_costs_the_same_in_a_run_of_any_size(api: Api) -> None:
         assert {v.verdict for v in reserved.verdicts} == {"reserved"}
         closing = CommitUpdate(owner="t-1", after_commit_no=commit_no)
         await explained(api, found, service.commit, ledger.run_id, update, closing, CALLER)
+    await explained(api, found, api.app.state.standing._read)
     assert not found.faults, "\n".join(sorted(set(found.faults)))

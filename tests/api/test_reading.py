@@ -353,3 +353,18 @@ async def test_one_run_is_never_read_in_another(mixed: Ledger) -> None:
     assert ok(await other.call("POST", "/rollouts/evidence", {"rollout_ids": ["a"]}))["missing"] == ["a"]
     refused(await other.call("GET", "/rollouts/a"), 404, "rollout_unknown")
     assert other.hashes[0] != H
+
+
+async def test_updates_and_failures_are_listed_from_the_newest_too(ledger: Ledger) -> None:
+    for name in ("u1", "u2", "u3"):
+        ok(await ledger.open(name))
+        ok(await ledger.call("POST", f"/updates/{name}/abort", {"owner": "t-1", "reason": "x"}))
+    await settle(ledger)
+    updates = await ledger.get("/updates?newest_first=true&limit=2")
+    assert [update["update_id"] for update in updates["updates"]] == ["u3", "u2"]
+    first = await ledger.get("/failures?newest_first=true&limit=2")
+    assert [failure["update_id"] for failure in first["failures"]] == ["u3", "u2"]
+    rest = await ledger.get(f"/failures?newest_first=true&after={first['next_after']}")
+    assert [failure["update_id"] for failure in rest["failures"]] == ["u1"]
+    end = await ledger.get(f"/failures?newest_first=true&after={rest['next_after']}")
+    assert (end["failures"], end["next_after"]) == ([], rest["next_after"])

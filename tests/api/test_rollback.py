@@ -157,9 +157,27 @@ async def test_withdrawing_a_candidate_fails_its_activation(ledger: Ledger) -> N
     assert (answer["withdrawn_versions"], answer["restoring"]) == ([2, 3], None)
     states = {a["activation_id"]: a["state"] for a in (await ledger.get("/activations"))["activations"]}
     assert (states["act-2"], states["act-3"]) == ("failed", "failed")
-    again = await withdraw(ledger, 2)
-    assert (again["withdrawn_versions"], again["fenced_updates"]) == ([], [])
+    told = (await ledger.get(""))["event_no"]
+    assert await withdraw(ledger, 2) == answer, "the same again is answered the same"
+    entries = (await ledger.get("/journal"))["entries"]
+    assert [e["subject"] for e in entries if e["event"] == "policy.withdrawal"] == ["2"]
+    assert (await withdraw(ledger, 3))["withdrawn_versions"] == []
+    assert (await ledger.get(""))["event_no"] == told + 1
     assert await ledger.versions() == {0: "retired", 1: "active", 2: "withdrawn", 3: "withdrawn"}
+
+
+async def test_after_the_last_number_nothing_is_restored_and_bad_weights_are_taken_back_all_the_same(
+    ledger: Ledger,
+) -> None:
+    last = 2**31 - 1
+    await ledger.activate(last, 0)
+    body = {"to_version": 0, "reason": "rewards fell to zero"}
+    told = refused(await ledger.call("PUT", "/rollbacks/back", body), 409, "non_monotonic_version")
+    assert told["detail"] == f"version {last} is taken, the last there can be: begin another run"
+    assert await ledger.versions() == {0: "retired", last: "active"}
+    answer = await withdraw(ledger, last)
+    assert (answer["withdrawn_versions"], answer["restoring"], answer["no_restorable_version"]) == ([last], None, True)
+    assert await withdraw(ledger, last) == answer
 
 
 async def test_withdrawing_the_active_version_prepares_its_ancestor(ledger: Ledger) -> None:

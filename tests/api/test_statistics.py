@@ -13,8 +13,8 @@ from coordinator.statistics import queries, service
 from coordinator.wire.statistics import Statistics
 from tests.api.ledger import Api, Ledger, ok, refused
 
-ROWS = 200_000
-"""Changes in the audit of a run that is long, of which the window holds one in a hundred."""
+ROWS = 100_000
+"""Changes, reservations and rollouts of a run that is long, of which the window holds one in a hundred."""
 
 
 async def statistics(ledger: Ledger, query: str = "") -> Statistics:
@@ -54,6 +54,7 @@ async def test_flow_refusals_ages_and_distributions(api: Api) -> None:
     # 0.05 lies in [0.04, 0.06), and 1.0 beyond twice the limit.
     assert {number: n for number, n in enumerate(version.drifts) if n} == {2: 2, 20: 2}
     assert found.drift_edges[10] == pytest.approx(found.max_drift)
+    assert (found.lag_gate, found.drift_gate) == ("enforce", "enforce")
 
     worker = (await ledger.get("/workers"))["workers"][0]
     assert (worker["version"], worker["drift_rollouts"]) == (0, 4)
@@ -94,43 +95,59 @@ async def test_a_window_that_holds_too_much_is_refused(api: Api, monkeypatch: py
     ok(await ledger.call("GET", "/statistics"))
 
 
+HISTORY = (
+    """
+    INSERT INTO rollout_audit (run_no, rollout_id, revision, event, from_state, to_state, actor, at)
+    SELECT :run_no, CAST(n AS text), 0, 'arrive', NULL, 'generated', 'worker:w', {at} FROM {numbers}
+    """,
+    """
+    INSERT INTO update_members (run_no, update_id, rollout_id, revision, verdict, group_id, versions, lag, drift, at)
+    SELECT :run_no, 'u', CAST(n AS text), 1, 'reserved', 'g', ARRAY[0], 0, 0.01, {at} FROM {numbers}
+    """,
+    """
+    INSERT INTO rollouts (run_no, rollout_id, group_id, sample_index, attempt, state, revision, reason, worker_id,
+                          incarnation, contract_no, versions, newest_version, content_hash, arrived_at)
+    SELECT :run_no, CAST(n AS text), CAST(n AS text), 0, 0, 'offline', 1, 'group_spent', 'w', 'w-1', 1, ARRAY[0], 0,
+           '', {at} FROM {numbers}
+    """,
+)
+"""The changes of a run, its reservations and its rollouts, oldest first, as they lie on disk."""
+
+
 async def test_a_long_run_costs_what_its_window_holds(api: Api) -> None:
-    ledger = await Ledger.create(api)
+    await Ledger.create(api)
     run_no = (await api.rows("SELECT run_no FROM runs"))[0].run_no
+    at = "clock_timestamp() - make_interval(secs => (CAST(:rows AS int) - n) * 0.06)"
     async with api.database.engine.begin() as connection:
-        # Oldest first, a hundred windows long, as the changes of a run lie on disk.
-        await connection.execute(
-            text("""
-                INSERT INTO rollout_audit (run_no, rollout_id, revision, event, from_state, to_state, actor, at)
-                SELECT :run_no, CAST(n AS text), 0, 'arrive', NULL, 'generated', 'worker:w',
-                       clock_timestamp() - make_interval(secs => (CAST(:rows AS int) - n) * 0.03)
-                FROM generate_series(1, CAST(:rows AS int)) AS n
-            """),
-            {"run_no": run_no, "rows": ROWS},
-        )
-        await connection.execute(text("SELECT brin_summarize_new_values('rollout_audit_at')"))
-        await connection.execute(text("ANALYZE rollout_audit"))
-    plans = [plan async for plan in explained(api, ledger, run_no)]
-    for plan in plans:
-        visited = plan["Actual Rows"] + plan.get("Rows Removed by Index Recheck", 0)
-        assert plan["Node Type"] == "Bitmap Heap Scan", plan
-        assert plan["Plans"][0]["Index Name"] == "rollout_audit_at"
-        assert visited < ROWS / 10, plan
-    assert len(plans) == 2
-
-
-async def explained(api: Api, ledger: Ledger, run_no: int) -> Any:
-    """The scans of the audit as they were run."""
-
-    async def plan(connection: AsyncConnection, statement: Any, parameters: dict[str, Any]) -> Any:
-        return await connection.scalar(text(f"EXPLAIN (ANALYZE, TIMING OFF, FORMAT JSON) {statement.text}"), parameters)
-
+        for statement in HISTORY:
+            filled = statement.format(at=at, numbers="generate_series(1, CAST(:rows AS int)) AS n")
+            await connection.execute(text(filled), {"run_no": run_no, "rows": ROWS})
+        for index in ("rollout_audit_at", "update_members_at"):
+            await connection.execute(text(f"SELECT brin_summarize_new_values('{index}')"))
+        await connection.execute(text("ANALYZE rollout_audit, update_members, rollouts"))
     clock = (await api.rows(queries.WINDOW.text, bucket_seconds=1.0, buckets=60))[0]
     window = {"run_no": run_no, "begin": clock.begin, "end": clock.now}
-    for statement, more in ((queries.FLOW, {"bucket_seconds": 1.0}), (queries.REFUSED, {})):
-        found = [(await api.database.transaction(plan, statement, window | more))[0]["Plan"]]
-        while found:
-            node = found.pop()
-            if node.get("Relation Name") == "rollout_audit":
-                yield node
-            found += node.get("Plans", [])
+    for statement, more, index in (
+        (queries.FLOW, {"bucket_seconds": 1.0}, "rollout_audit_at"),
+        (queries.REFUSED, {}, "rollout_audit_at"),
+        (queries.JUDGED, {"bin_width": 0.02, "bins": 20}, "update_members_at"),
+        (queries.ARRIVED, {}, "rollouts_arrived"),
+    ):
+        known = {name: value for name, value in (window | more).items() if f":{name}" in statement.text}
+        scans = await api.database.transaction(scans_of, statement.text, known)
+        assert {scan["index"] for scan in scans} == {index}, scans
+        assert all(scan["visited"] < ROWS / 5 for scan in scans), scans
+
+
+async def scans_of(connection: AsyncConnection, statement: str, parameters: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each table that a statement read when it was run: by which index, and how many rows it looked at."""
+    plan = await connection.scalar(text(f"EXPLAIN (ANALYZE, TIMING OFF, FORMAT JSON) {statement}"), parameters)
+    found, nodes = [], [plan[0]["Plan"]]
+    while nodes:
+        node = nodes.pop()
+        nodes += node.get("Plans", [])
+        if "Relation Name" in node:
+            index = node.get("Index Name") or next((below.get("Index Name") for below in node.get("Plans", [])), None)
+            passed_over = node.get("Rows Removed by Index Recheck", 0) + node.get("Rows Removed by Filter", 0)
+            found.append({"index": index, "visited": node["Actual Rows"] + passed_over})
+    return found

@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 
 from coordinator.cli import main
-from coordinator.client import Coordinator
+from coordinator.client import Coordinator, Run
+from tests.client.runs import group, new_run, new_worker, rewarded_groups
 from tests.client.server_process import ServerProcess
 
 
@@ -51,6 +53,25 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 def coordinator(server: ServerProcess) -> Iterator[Coordinator]:
     with Coordinator(server.url, server.token) as coordinator:
         yield coordinator
+
+
+@pytest.fixture(scope="session")
+def sums(server: ServerProcess) -> Iterator[Run]:
+    """A run to be read: one committed update, one that two of four rollouts drifted in, one that is open."""
+    with Coordinator(server.url, server.token, owner="trainer-0") as coordinator:
+        run = new_run(coordinator, "sums", drift_gate="enforce")
+        worker = new_worker(run, "gpu-0")
+        rewarded_groups(run, worker, 3)
+        with run.update("step-1") as update:
+            candidates = update.candidates(groups=1)
+            update.reserve(candidates, [np.asarray(row, dtype=np.float64) for row in candidates.behavior_log_probs])
+            update.commit()
+        with run.update("step-2") as update:
+            candidates = update.candidates(groups=1)
+            update.reserve(candidates, [np.asarray(row) - 1.0 for row in candidates.behavior_log_probs])
+            update.abort("most of it drifted")
+        run.submit(group(worker, run.view().active, "unrewarded"))
+        yield run
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ class ServerProcess:
         self.data = data
         self.settings = settings
         self.database_url = database_url
+        self.verify: ssl.SSLContext | bool = True
         self.log = data.parent / f"{data.name}.log"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -55,7 +57,7 @@ class ServerProcess:
         while time.monotonic() < until:
             assert self._process.poll() is None, f"the coordinator ended: {self.log.read_text()[-2000:]}"
             try:
-                if httpx.get(f"{self.url}/readyz", timeout=5, trust_env=False).status_code == 200:
+                if httpx.get(f"{self.url}/readyz", timeout=5, trust_env=False, verify=self.verify).status_code == 200:
                     return
             except (OSError, httpx.HTTPError):
                 time.sleep(0.05)

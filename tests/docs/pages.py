@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.app import create_app
+from coordinator.cli import reference
+from coordinator.metrics.listing import every_metric
 from coordinator.operations.access import ALL_ROLES
 from coordinator.rules.lifecycle import mermaid_diagram
 from coordinator.settings import Settings
@@ -28,6 +30,7 @@ OPENAPI = DOCS / "openapi.json"
 PAGES = {
     "lifecycle": DOCS / "guarantees.md",
     "calls": DOCS / "api.md",
+    "access": DOCS / "roles.md",
     "curl": DOCS / "api.md",
     "arrow": DOCS / "api.md",
     "codes": DOCS / "codes.md",
@@ -36,6 +39,11 @@ PAGES = {
     "events": DOCS / "events.md",
     "worker settings": DOCS / "worker-agent.md",
     "worker metrics": DOCS / "worker-agent.md",
+    "metrics": DOCS / "metrics.md",
+    "exit codes": DOCS / "command-line.md",
+    "common options": DOCS / "command-line.md",
+    "commands": DOCS / "command-line.md",
+    "export columns": DOCS / "command-line.md",
 }
 """The page of each generated part, by the name of its marker."""
 
@@ -47,6 +55,9 @@ def generated(name: str) -> str:
             return f"```mermaid\n{mermaid_diagram().strip()}\n```"
         case "calls":
             return "\n".join(_calls())
+        case "access":
+            head = ["call", *CALLERS]
+            return "\n".join([_row(head), "|---" * len(head) + "|", *_access()])
         case "curl":
             script = (DOCS.parent / "examples" / "curl.sh").read_text(encoding="utf-8")
             mark = "<!-- played: curl from nothing -->"
@@ -66,8 +77,24 @@ def generated(name: str) -> str:
             return "\n".join(
                 ["| in the file | variable | left out | meaning |", "|---|---|---|---|", *_worker_settings()]
             )
+        case "metrics":
+            rows = [
+                f"| `{name}` | {kind} | {', '.join(f'`{label}`' for label in labels)} | {meaning} |"
+                for name, kind, labels, meaning in every_metric()
+            ]
+            return "\n".join(["| metric | kind | labels | meaning |", "|---|---|---|---|", *rows])
         case "worker metrics":
             return "\n".join(["| metric | kind | labels | meaning |", "|---|---|---|---|", *_worker_metrics()])
+        case "exit codes":
+            return "\n".join(["| code | meaning |", "|---|---|", *reference.exit_codes()])
+        case "common options":
+            return "\n".join(["| option | meaning |", "|---|---|", *reference.common_options()])
+        case "commands":
+            return "\n".join(reference.commands())
+        case "export columns":
+            return "\n".join(
+                ["| column | type | may be null | meaning |", "|---|---|---|---|", *reference.export_columns()]
+            )
     raise ValueError(name)
 
 
@@ -98,6 +125,27 @@ def _calls() -> Iterator[str]:
         by_tag.setdefault(operation["tags"][0], []).append(f"| `{call}` | {who} | {operation['summary']} |")
     for tag, rows in by_tag.items():
         yield from (f"### {tag.capitalize()}", "", "| call | roles | purpose |", "|---|---|---|", *rows, "")
+
+
+CALLERS = ("no token", "worker", "reward", "trainer", "viewer", "admin")
+"""The columns of the table of who may make a call."""
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _access() -> Iterator[str]:
+    for call, operation in _operations():
+        roles = operation["x-roles"]
+        bound = "own id" if "{worker_id}" in call else "run" if "{run_id}" in call else "yes"
+
+        def cell(caller: str, roles: list[str] = roles, bound: str = bound) -> str:
+            if caller not in roles:
+                return "no" if roles else "yes"
+            return "yes" if caller == "admin" else "run" if bound == "own id" and caller != "worker" else bound
+
+        yield _row([f"`{call}`", *map(cell, CALLERS)])
 
 
 def _arrow_bodies() -> Iterator[str]:

@@ -1,20 +1,27 @@
-"""The backup that docs/operating.md describes brings everything back: rows, tokens and artifacts."""
+"""The backup that docs/backup.md describes, taken while all are at work, brings everything back."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from sqlalchemy.engine import make_url
 
-from coordinator.client import Coordinator
+from coordinator.client import Coordinator, Run, Worker
 from coordinator.storage.postgres_programs import installed_programs
-from tests.client.runs import BASE, new_run, new_worker, rewarded_groups, write_adapter
+from coordinator.wire.rollouts import Reward
+from tests.client.runs import BASE, group, new_run, new_worker, reward, rewarded_groups, write_adapter
 from tests.client.server_process import ServerProcess
 from tests.database import Databases
+
+STATES = {"generated", "reward_failed", "rewarded", "reserved", "consumed", "quarantined"}
 
 
 def plain(url: str) -> str:
@@ -34,6 +41,58 @@ def servers() -> Iterator[list[ServerProcess]]:
         server.stop()
 
 
+def in_every_state(run: Run, worker: Worker) -> None:
+    """A rollout in each state, the update `step-1` committed, `step-3` open, and version 1 made of the first."""
+    rewarded_groups(run, worker, 3)
+    with run.update("step-1") as update:
+        candidates = update.candidates(groups=1)
+        update.reserve(candidates, [row.copy() for row in candidates.behavior_log_probs])
+        update.commit()
+    with run.update("step-2") as update:
+        candidates = update.candidates(groups=1)
+        update.reserve(candidates, [row.copy() for row in candidates.behavior_log_probs])
+        update.abort("a bad step", quarantine=True)
+    held = run.update("step-3").__enter__()  # it stays open, with what it holds
+    candidates = held.candidates(groups=1)
+    held.reserve(candidates, [row.copy() for row in candidates.behavior_log_probs])
+    rewarded_groups(run, worker, 1, "waits")
+    active = run.view().active
+    run.submit([*group(worker, active, "unscored"), *group(worker, active, "failed")])
+    timeout = Reward(rollout_id="failed:0.0", status="timeout", ruleset_id="count", ruleset_hash="d" * 64)
+    assert [verdict.verdict for verdict in run.reward([timeout]).verdicts] == ["recorded_failure"]
+
+
+@contextmanager
+def at_work(run: Run, worker: Worker, folder: Path) -> Iterator[None]:
+    """Rollouts, rewards and versions without a pause, on a thread."""
+    done, begun, faults = threading.Event(), threading.Event(), list[Exception]()
+
+    def work() -> None:
+        number = 1
+        try:
+            while not done.is_set():
+                number += 1
+                rollouts = group(worker, run.view().active, f"meanwhile-{number}")
+                run.submit(rollouts)
+                reward(run, rollouts)
+                files = write_adapter(folder / str(number), b"%d" % number)
+                run.publish(version=number, parent_version=number - 1, folder=files, base_model=BASE)
+                begun.set()
+        except Exception as error:  # noqa: BLE001 - the test looks at them
+            faults.append(error)
+            begun.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    begun.wait()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+    assert faults == []
+
+
 def test_a_dump_and_the_artifact_folder_bring_everything_back(
     postgres: Databases, database_url: str, tmp_path: Path, servers: list[ServerProcess]
 ) -> None:
@@ -42,28 +101,42 @@ def test_a_dump_and_the_artifact_folder_bring_everything_back(
     old.start()
     token = old.token
     with Coordinator(old.url, token) as coordinator:
-        run = new_run(coordinator)
-        rewarded_groups(run, new_worker(run), 1)
-        with run.update("step-1") as update:
-            candidates = update.candidates(groups=1)
-            update.reserve(candidates, [row.copy() for row in candidates.behavior_log_probs])
-            update.commit()
+        run = new_run(coordinator, min_usable=1)
+        worker = new_worker(run)
+        in_every_state(run, worker)
         folder = write_adapter(tmp_path / "adapter")
         run.publish(version=1, parent_version=0, updates=["step-1"], folder=folder, base_model=BASE)
         before = run.lineage("step-1")
-
-    # The old coordinator goes on: a backup needs no pause.
-    program("pg_dump", "--format=custom", f"--file={tmp_path / 'coordinator.dump'}", plain(database_url))
-    shutil.copytree(old.data / "artifacts", tmp_path / "new" / "artifacts")
+        with at_work(run, worker, tmp_path / "versions"):
+            program("pg_dump", "--format=custom", f"--file={tmp_path / 'coordinator.dump'}", plain(database_url))
+            shutil.copytree(old.data / "artifacts", tmp_path / "new" / "artifacts")
+        written = run.counts().rollouts
+    old.kill()  # the machine is gone
     fresh = plain(postgres.empty())
     program("pg_restore", "--no-owner", f"--dbname={fresh}", str(tmp_path / "coordinator.dump"))
 
+    verified = subprocess.run(
+        [sys.executable, "-m", "coordinator.cli", "verify"],
+        env=os.environ | {"DATABASE_URL": fresh}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (verified.returncode, "breaches 0" in verified.stdout) == (0, True), verified.stdout + verified.stderr
     new = ServerProcess(tmp_path / "new", fresh)
     servers.append(new)
     new.start()
     with Coordinator(new.url, token) as coordinator:
         run = coordinator.run(run.id)
+        counts = run.counts().rollouts
+        assert {state for state, count in counts.items() if count} >= STATES, counts
+        assert 0 < sum(counts.values()) <= sum(written.values())
         assert run.lineage("step-1") == before
-        run.download(1, tmp_path / "downloaded")
+        # Each version that the dump has as committed has its files.
+        for policy in run.policies():
+            if policy.kind != "base" and policy.state == "committed":
+                run.download(policy.version, tmp_path / "downloaded" / str(policy.version))
+        # And work goes on.
+        with run.update("step-4") as update:
+            candidates = update.candidates(groups=1)
+            update.reserve(candidates, [row.copy() for row in candidates.behavior_log_probs])
+            update.commit()
     for file in (f for f in folder.rglob("*") if f.is_file()):
-        assert (tmp_path / "downloaded" / file.relative_to(folder)).read_bytes() == file.read_bytes()
+        assert (tmp_path / "downloaded" / "1" / file.relative_to(folder)).read_bytes() == file.read_bytes()

@@ -139,6 +139,9 @@ BREAKING: dict[str, tuple[Callable[[Json], Any], str]] = {
         "null is possible",
     ),
     "a value of an answer": (lambda d: field(d, "UpdateView", "state")["enum"].remove("open"), '"open" is gone'),
+    "a value of an answer more": (
+        lambda d: field(d, "UpdateView", "state")["enum"].append("paused"), '"paused" is new',
+    ),
     "a wider type of an answer": (lambda d: field(d, "RunView", "event_no").update(type="number"), "type is number"),
     "an open answer": (lambda d: field(d, "RunView", "contract_hash").pop("pattern"), "pattern is None"),
     "a header": (
@@ -179,9 +182,6 @@ FINE: dict[str, tuple[Callable[[Json], Any], str]] = {
     "no condition": (lambda d: d["components"]["schemas"]["OpenUpdate"].pop("else"), "conditions"),
     "a new field of an answer": (lambda d: add_field(d, "RunCounts", True), "RunCounts.x: a new field"),
     "a field of an answer is always there": (lambda d: need(d, "ProblemDocument", "item"), "is required now"),
-    "a value of an answer more": (
-        lambda d: field(d, "UpdateView", "state")["enum"].append("paused"), '"paused" is new',
-    ),
     "a tighter answer": (lambda d: field(d, "RunView", "event_no").update(maximum=10**6), "maximum"),
     "a new code": (lambda d: d["components"]["schemas"]["ProblemCode"]["enum"].append("asleep"), '"asleep" is new'),
     "a refusal more": (lambda d: new_answer(d, "418"), "418: is new"),

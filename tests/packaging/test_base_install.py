@@ -102,5 +102,16 @@ def test_wheel_carries_the_migrations_and_both_packages(wheel: Path) -> None:
     assert not [name for name in names if name.startswith(("migrations/", "tests/"))]
 
 
+def test_wheel_carries_the_dashboard_with_the_licences_of_its_libraries(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+
+    static = ROOT / "coordinator" / "dashboard" / "static"
+    shipped = {str(path.relative_to(ROOT)) for path in static.rglob("*") if path.is_file()}
+    assert "coordinator/dashboard/static/index.html" in shipped
+    assert shipped <= names
+    licences = {name.rpartition("/licenses/")[2] for name in names if ".dist-info/licenses/" in name}
+    assert licences == {"LICENSE", *(name for name in shipped if "/LICENSE" in name)}
+
+
 def migration_files() -> list[Path]:
     return [path for path in (ROOT / "migrations").rglob("*.py") if "__pycache__" not in path.parts]

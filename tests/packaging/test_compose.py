@@ -98,6 +98,20 @@ def test_each_waits_for_what_it_needs() -> None:
     assert waits["trainer"] == {"worker-1": healthy, "worker-2": healthy}
 
 
+def test_an_image_of_ours_is_built_by_one_service_that_the_others_wait_for_and_pulled_by_none() -> None:
+    builders = {service["image"]: name for name, service in services().items() if "build" in service}
+
+    assert set(builders.values()) == {"migrate", "setup", "worker-gpu"}
+    for name in OURS - set(builders.values()):
+        waited, ahead = set[str](), [name]
+        while ahead:
+            found = services()[ahead.pop()].get("depends_on", {}).keys() - waited
+            waited |= found
+            ahead += found
+        assert builders[services()[name]["image"]] in waited, name
+        assert services()[name]["pull_policy"] == "never", name
+
+
 def test_the_proxy_knows_the_replicas() -> None:
     proxied = re.search(r"reverse_proxy (.*) \{", (ROOT / "deploy" / "compose" / "Caddyfile").read_text())
 

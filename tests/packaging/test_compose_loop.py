@@ -114,7 +114,6 @@ def test_the_loop_turns_and_goes_on_after_its_trainer_was_killed(loop: Loop, ser
         until_active(run, reached + 2, loop)  # one may have been on its way
         worker.send_signal(signal.SIGTERM)
         assert worker.wait(60) == 0, loop.log("worker-1").read_text()[-2000:]
-        assert not list(run.failures())
     first, second = re.findall(r"takes up version (\d+)", loop.log("trainer").read_text())
     assert int(first) == 0
     assert int(second) >= reached

@@ -227,7 +227,7 @@ async def test_a_database_that_is_away_for_seconds_is_two_lines_of_each_task(
     async with replica(url) as one, replica(url) as two:
         store = ArtifactStore(tmp_path / "artifacts")
         verifier = Verifier(database, one, store, Locations())
-        sweeper = asyncio.create_task(clocks.run(database, one, store, verifier))
+        sweeper = asyncio.create_task(clocks.run(database, one, store, verifier, clocks.Sweeps()))
         await until_heard(one, two, "first")
         await asyncio.to_thread(own_postgres.stop)
         await asyncio.sleep(3)

@@ -16,6 +16,8 @@ from pydantic import BaseModel, ValidationError
 from coordinator.client.aio.pace import run_blocking, sleep
 from coordinator.client.artifacts import IncomingFile
 from coordinator.client.errors import NotConfigured, UnexpectedAnswer, Unreachable, refusal
+from coordinator.client.tracing import trace_headers
+from coordinator.wire.base import WireModel
 from coordinator.wire.event_stream import KEEP_ALIVE_SECONDS, MEDIA_TYPE, EventDecoder, ServerSentEvent
 from coordinator.wire.policies import FileUpload
 
@@ -89,7 +91,7 @@ class AsyncConnection:
         segments: Iterable[str],
         answer: type[Answer],
         *,
-        body: BaseModel | None = None,
+        body: WireModel | None = None,
         params: dict[str, str | int | float] | None = None,
         wait_seconds: float = 0.0,
         timeout_seconds: float | None = None,
@@ -97,7 +99,7 @@ class AsyncConnection:
     ) -> Answer:
         """Send JSON and read the answer into `answer`. `wait_seconds` is how long the server may hold it
         back."""
-        content = None if body is None else body.model_dump_json().encode()
+        content = None if body is None else body.request_body()
         received = await self.send(
             method,
             segments,
@@ -124,7 +126,7 @@ class AsyncConnection:
     ) -> httpx.Response:
         """Send bytes, made anew by `content` for each attempt. Raises `Refused` or `Unreachable`."""
         path = self._path(segments)
-        headers = {"Accept": accept} | ({} if content is None else {"Content-Type": content_type})
+        headers = {"Accept": accept} | ({} if content is None else {"Content-Type": content_type}) | trace_headers()
 
         async def attempt() -> httpx.Response:
             return await self._http.request(
@@ -179,7 +181,7 @@ class AsyncConnection:
                 "PUT",
                 self.url + path,
                 content=moving(arrived),
-                headers={"Content-Type": "application/octet-stream"},
+                headers={"Content-Type": "application/octet-stream"} | trace_headers(),
                 params={"offset": arrived},
                 timeout=self._timeout(longest_check_seconds, None),
             )
@@ -207,7 +209,7 @@ class AsyncConnection:
                 return last
             wanted = {"Range": f"bytes={file.count}-"} if file.count else {}
             async with self._http.stream(
-                "GET", self.url + path, headers=wanted, timeout=self._timeout(0, None)
+                "GET", self.url + path, headers=wanted | trace_headers(), timeout=self._timeout(0, None)
             ) as received:
                 if received.status_code >= 400:
                     await received.aread()
@@ -262,7 +264,7 @@ class AsyncConnection:
 
         async def attempt() -> httpx.Response:
             url = self.url
-            headers = {"Accept": MEDIA_TYPE} | ({"Last-Event-ID": place} if place else {})
+            headers = {"Accept": MEDIA_TYPE} | ({"Last-Event-ID": place} if place else {}) | trace_headers()
             timeout = self._timeout(KEEP_ALIVE_SECONDS, None)
             request = self._http.build_request("GET", url + path, headers=headers, params=params, timeout=timeout)
             received = await self._http.send(request, stream=True)
@@ -352,9 +354,9 @@ def read(received: httpx.Response, answer: type[Answer]) -> Answer:
 
 
 def read_text(text: str | bytes, answer: type[Answer], what: str = "the stream") -> Answer:
-    """JSON as its model; `what` names the call that it came from."""
+    """JSON as its model; `what` names the call that it came from. Fields that a newer server adds are passed over."""
     try:
-        return answer.model_validate_json(text)
+        return answer.model_validate_json(text, extra="ignore")
     except ValidationError as error:
         raise UnexpectedAnswer(
             f"{what} did not answer a {answer.__name__}: {error}. Client and coordinator may be of different versions."

@@ -165,7 +165,7 @@ class AsyncUpdate:
         while True:
             self._check()
             wait = max(0.0, min(until - time.monotonic(), _POLL_SECONDS))
-            content = asked.model_copy(update={"wait_seconds": wait}).model_dump_json().encode()
+            content = asked.model_copy(update={"wait_seconds": wait}).request_body()
             received = await self._connection.send(
                 "POST",
                 (*self._path, "candidates"),

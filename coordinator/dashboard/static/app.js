@@ -1,4 +1,5 @@
 // The page: who is signed in, which view the address names, and the frame around it.
+import { timeOfDay } from "./format.js";
 import { follow, live } from "./stream.js";
 import { html, render, useEffect, useRef, useState } from "./lib.js";
 import { route, to } from "./router.js";
@@ -6,7 +7,6 @@ import { session, signOut } from "./session.js";
 import { HELP, PAGES, install } from "./shortcuts.js";
 import { useStore } from "./store.js";
 import { theme, toggle } from "./theme.js";
-import { Age } from "./ui.js";
 import { ActivationView, ActivationsView } from "./views/activations.js";
 import { EventsView } from "./views/events.js";
 import { FailuresView } from "./views/failures.js";
@@ -36,19 +36,18 @@ function view({ parts, query }) {
 }
 
 const CONNECTION = {
-  connecting: "Connecting to the run's events…",
-  live: "Live: events come in as they are recorded",
-  lost: "Connection lost",
+  connecting: "Connecting…",
+  live: "Live",
   paused: "Paused while this tab is hidden",
 };
 
-/** Whether what is shown is live; said aloud when that changes. */
+/** Whether what is shown is live; said aloud when that changes, so that nothing in it ticks. */
 function Connection() {
   const { state, since, why } = useStore(live);
   if (state === "off") return null;
   return html`<div class="connection ${state}" role="status" title=${why ?? ""}>
     <span aria-hidden="true" class="dot"></span>
-    ${state === "live" ? "Live" : CONNECTION[state]}${state === "lost" && html`, since <${Age} at=${new Date(since).toISOString()} />: trying again`}
+    ${state === "lost" ? `Connection lost at ${timeOfDay(since)} UTC, trying again` : CONNECTION[state]}
   </div>`;
 }
 
@@ -85,7 +84,7 @@ function Frame() {
   }, [place]);
   return html`<a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); main.current.focus(); }}>Skip to the content</a>
     <header class="top">
-      <a class="brand" href=${to("runs")}><img src="icon.svg" width="20" height="20" alt="" /> Runs</a>
+      <a class="brand" href=${to("runs")}><img src="icon.svg" width="20" height="20" alt="" /> <span class="word">Runs</span></a>
       ${run && html`<span class="crumb" aria-hidden="true">/</span><a class="run" href=${to("runs", run)}>${run}</a>`}
       <span class="space"></span>
       <${Connection} />

@@ -27,7 +27,7 @@ function Plot({ shape, options, data }) {
 
 function axes(colours, more = {}) {
   const axis = { stroke: colours("--muted"), grid: { stroke: colours("--line"), width: 1 }, ticks: { stroke: colours("--line"), width: 1 }, font: "11px system-ui" };
-  return [{ ...axis, ...more.x }, { ...axis, size: 46, ...more.y }];
+  return [{ ...axis, size: 30, ...more.x }, { ...axis, size: 46, ...more.y }];
 }
 
 /** The numbers of a chart, for those who do not see it or want them exactly. */
@@ -70,7 +70,7 @@ export function FlowChart({ statistics }) {
 /** Bars with the limit as a line. bars: [label, n]; limit: after so many bars, with the text beside it. */
 export function Histogram({ label, unit, bars, limit, limitText }) {
   const data = [bars.map((_, number) => number + 0.5), bars.map(([, n]) => n)];
-  const options = (colours) => ({
+  const options = (colours, bad = colours("--bad")) => ({
     axes: axes(colours, {
       x: { splits: () => bars.map((_, number) => number + (unit === "drift" ? 0 : 0.5)), values: (_, splits) => splits.map((_, number) => (unit !== "drift" || number % 5 === 0 ? bars[number][0] : "")), grid: { show: false } },
       y: { values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? count(tick) : "")) },
@@ -82,7 +82,7 @@ export function Histogram({ label, unit, bars, limit, limitText }) {
         (plot) => {
           const x = plot.valToPos(limit, "x", true), { top, height } = plot.bbox, pen = plot.ctx;
           pen.save();
-          pen.strokeStyle = pen.fillStyle = colours("--bad");
+          pen.strokeStyle = pen.fillStyle = bad;
           pen.lineWidth = 2 * devicePixelRatio;
           pen.setLineDash([6 * devicePixelRatio, 4 * devicePixelRatio]);
           pen.beginPath();

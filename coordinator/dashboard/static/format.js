@@ -38,3 +38,4 @@ export const bytes = (n) => {
 
 /** A code of the API as words: policy_drift -> policy drift. */
 export const words = (code) => String(code).replaceAll("_", " ");
+export const title = (code) => words(code).replace(/^./, (first) => first.toUpperCase());

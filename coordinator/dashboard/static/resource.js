@@ -5,33 +5,44 @@ import { useEffect, useState } from "./lib.js";
 import { listen } from "./stream.js";
 
 const TOGETHER = 250; // milliseconds in which several events lead to one question
-const AFTER_FAILURE = 5000;
+const GAP = 1000; // and between two questions, however many events come
+const AFTER_FAILURE = 10000;
+
+/** Whether an entry of the journal concerns `on`: a test of the entry, or beginnings of names of events. */
+const concerns = (on, entry) => (typeof on === "function" ? on(entry) : on.some((name) => entry.event.startsWith(name)));
 
 /**
- * `useResource(path, query, { every, on })` answers `{ data, problem, at }`. `every`: milliseconds between two reads;
- * `on`: beginnings of the names of events after which it is read at once. Without a path nothing is read. What was read
- * last stays while a later read fails. Nothing is read while the tab is hidden.
+ * `useResource(path, query, { every, on })` answers `{ data, problem, at }`. `every`: milliseconds between two reads, where
+ * no event tells of a change; `on`: the events after which it is read at once. Without a path nothing is read. What was
+ * read last stays while a later read fails. Nothing is read while the tab is hidden.
  */
 export function useResource(path, query = {}, { every = null, on = [] } = {}) {
   const key = JSON.stringify([path, query]);
   const [state, setState] = useState({ key, data: null, problem: null, at: null });
+  const [again, ask] = useState(0);
   useEffect(() => {
     if (path === null) return undefined;
-    let timer = null, reading = null, again = false, stopped = false;
+    let timer = null, due = Infinity, reading = null, missed = false, stopped = false, began = -Infinity;
 
-    function later(milliseconds) {
+    /** Reads after so many milliseconds, unless it is to read earlier anyway. */
+    function within(milliseconds) {
+      const then = performance.now() + milliseconds;
+      if (then >= due) return;
       clearTimeout(timer);
+      due = then;
       timer = setTimeout(load, milliseconds);
     }
 
     async function load() {
       clearTimeout(timer);
+      due = Infinity;
       if (document.hidden || stopped) return;
       if (reading !== null) {
-        again = true;
+        missed = true;
         return;
       }
       reading = new AbortController();
+      began = performance.now();
       let next = every;
       try {
         const data = await read(path, query, { signal: reading.signal });
@@ -44,16 +55,15 @@ export function useResource(path, query = {}, { every = null, on = [] } = {}) {
       } finally {
         reading = null;
       }
-      if (again) {
-        again = false;
-        next = TOGETHER;
-      }
-      if (next !== null) later(next);
+      if (missed) soon();
+      missed = false;
+      if (next !== null) within(next);
     }
 
+    const soon = () => within(Math.max(TOGETHER, began + GAP - performance.now()));
     const seen = () => document.hidden || load();
     const unlisten = listen((entry) => {
-      if (entry === null || on.some((name) => entry.event.startsWith(name))) later(TOGETHER);
+      if (entry === null || concerns(on, entry)) soon();
     });
     document.addEventListener("visibilitychange", seen);
     load();
@@ -64,6 +74,7 @@ export function useResource(path, query = {}, { every = null, on = [] } = {}) {
       unlisten();
       document.removeEventListener("visibilitychange", seen);
     };
-  }, [key, every, on.join()]);
-  return state.key === key ? state : { key, data: null, problem: null, at: null };
+  }, [key, every, again, String(on)]);
+  const shown = state.key === key ? state : { key, data: null, problem: null, at: null };
+  return { ...shown, readAgain: () => ask((times) => times + 1) };
 }

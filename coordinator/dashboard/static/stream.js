@@ -36,8 +36,12 @@ export function follow(run) {
     if (live.get().run !== run || live.get().state !== "lost") became(run, "connecting");
     receive(attempt).catch((error) => {
       if (ended || error.name === "AbortError" && document.hidden) return;
-      if (error.status === 422) lastId = null; // the run's events went back: the database was restored
-      if (error.status === 401) return;
+      if (error.status === 401) return; // the page leads back to signing in
+      if (error.status === 422 && lastId !== null) lastId = null; // the events went back: the database was restored
+      else if ([403, 404, 422].includes(error.status)) {
+        became(run, "off"); // there is no such run for this token, and the view says so
+        return;
+      }
       became(run, "lost", error.message);
       retry = setTimeout(connect, pause);
       pause = Math.min(2 * pause, LONGEST_PAUSE);

@@ -69,10 +69,15 @@ export function Trouble({ resource }) {
   </p>`;
 }
 
-/** The view of what was read, or that it is being read, or why it could not. */
+/**
+ * The view of what was read, or that it is being read, or why it could not. Each component here is one element, so that
+ * a change in it moves none of its siblings: an element that is moved loses the focus.
+ */
 export function Loaded({ resource, children }) {
-  return html`<${Trouble} resource=${resource} />
-    ${resource.data === null ? resource.problem === null && html`<p class="empty" aria-busy="true">Reading…</p>` : children(resource.data)}`;
+  return html`<div class="as-children">
+    <${Trouble} resource=${resource} />
+    ${resource.data === null ? resource.problem === null && html`<p class="empty" aria-busy="true">Reading…</p>` : children(resource.data)}
+  </div>`;
 }
 
 /** Names and values. pairs: [name, value]. */

@@ -119,6 +119,7 @@ class Fleet:
         self.activations: dict[str, Activation] = {}
         self.rollouts: dict[str, Rollout] = {}
         self.rollbacks: dict[str, tuple[int, Answer]] = {}
+        self.withdrawals: dict[int, Answer] = {}
         self.told: Counter[tuple[str, str]] = Counter()
         """What the journal says of versions and activations."""
         self.switches: list[int] = []
@@ -561,6 +562,8 @@ class Fleet:
     def withdraw(self, number: int) -> Answer:
         if self.version(number).state == "abandoned":
             raise Refused("policy_state")
+        if number in self.withdrawals:
+            return self.withdrawals[number]
         withdrawn = [n for n, v in self.versions.items() if number in self.ancestors(n) and v.state not in ENDED]
         released, quarantined = self._undo(withdrawn)
         restoring: int | None = None
@@ -577,9 +580,12 @@ class Fleet:
                 if v.artifact_hash != bad
             ]
             restoring = self._restore(durable[0]) if durable else None
+        self.tell("policy.withdrawal", number)
         if restoring is not None:
             self.commit(restoring)
-        return tuple(withdrawn), released, quarantined, restoring, needed and restoring is None
+        answer = (tuple(withdrawn), released, quarantined, restoring, needed and restoring is None)
+        self.withdrawals[number] = answer
+        return answer
 
     def roll_back(self, name: str, to: int, opening: str | None) -> Answer:
         if name in self.rollbacks:

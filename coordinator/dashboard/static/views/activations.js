@@ -1,5 +1,5 @@
 // Activations: all of them, and one with each worker's stage as it comes.
-import { duration, real } from "../format.js";
+import { duration } from "../format.js";
 import { html } from "../lib.js";
 import { useResource } from "../resource.js";
 import { to } from "../router.js";
@@ -54,11 +54,13 @@ export function Stages({ run, id }) {
       rows=${[
         ...required.map((worker) => {
           const told = steps[worker.worker_id] ?? [], last = told.at(-1);
+          // A worker is fenced because of what it reported just before.
+          const why = last?.step === "fenced" ? (told.at(-2)?.step === "failed" ? told.at(-2) : last) : last;
           return html`<tr key=${worker.worker_id}>
             <th scope="row"><${WorkerLink} run=${run} id=${worker.worker_id} /></th>
             <td><${Ladder} steps=${told} ack=${worker.ack} /></td>
-            <td>${last ? html`<${Age} at=${last.at} /> <small>${real(last.seconds)} s in</small>` : "–"}</td>
-            <td class="detail">${worker.detail ?? last?.detail ?? "–"}</td>
+            <td>${last ? html`<${Age} at=${last.at} />` : "–"}</td>
+            <td class="detail">${worker.detail ?? why?.detail ?? "–"}</td>
           </tr>`;
         }),
         ...dropped.map((worker) => html`<tr key=${worker.worker_id}>

@@ -20,7 +20,7 @@ function subject(run, { event, subject: name, detail }) {
 function told(detail) {
   const { version, ...rest } = detail;
   return Object.entries(rest).filter(([, value]) => value !== null && value !== "" && !(Array.isArray(value) && value.length === 0))
-    .map(([name, value]) => `${name.replaceAll("_", " ")} ${/hash/.test(name) ? String(value).slice(0, 12) : typeof value === "object" ? JSON.stringify(value) : value}`).join(", ");
+    .map(([name, value]) => `${name.replaceAll("_", " ")} ${/hash/.test(name) ? String(value).slice(0, 12) : Array.isArray(value) ? value.join(" ") : typeof value === "object" ? JSON.stringify(value) : value}`).join(", ");
 }
 
 export const EventTable = ({ run, entries }) =>

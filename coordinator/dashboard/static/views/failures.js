@@ -10,7 +10,7 @@ const SHOWN = 100;
 
 export function FailuresView({ run, query }) {
   const after = Number(query.after ?? 0);
-  const failures = useResource(["runs", run, "failures"], { stage: query.stage, after, limit: SHOWN }, { every: 15000, on: ["worker.failed", "activation.", "update."] });
+  const failures = useResource(["runs", run, "failures"], { stage: query.stage, after, limit: SHOWN, newest_first: true }, { every: 15000, on: ["worker.failed", "activation.", "update."] });
   const choose = (event) => go(to("runs", run, "failures", { stage: event.target.value }));
   return html`<h1>Failures</h1>
     <form class="filters" onSubmit=${(event) => event.preventDefault()}>
@@ -22,7 +22,7 @@ export function FailuresView({ run, query }) {
     <${Loaded} resource=${failures}>${({ failures: all, next_after }) =>
       all.length === 0
         ? html`<${Empty}>${after ? "There are no more." : query.stage ? `No failure of the stage ${query.stage} is recorded.` : "No failure is recorded."}<//>`
-        : html`<${Panel} title="Oldest first" id="failures" aside=${html`${after > 0 && html`<a href=${to("runs", run, "failures", { stage: query.stage })}>First</a> `}${all.length === SHOWN && html`<a href=${to("runs", run, "failures", { stage: query.stage, after: next_after })}>Next</a>`}`}>
+        : html`<${Panel} title="Newest first" id="failures" aside=${html`${after > 0 && html`<a href=${to("runs", run, "failures", { stage: query.stage })}>Newest</a> `}${all.length === SHOWN && html`<a href=${to("runs", run, "failures", { stage: query.stage, after: next_after })}>Older</a>`}`}>
             <${Table} label="Failures" columns=${[["When"], ["Stage"], ["Kind"], ["Message"], ["Rollout"], ["Update"], ["Version", "n"], ["Worker"], ["Reported by"]]}
               rows=${all.map((failure) => html`<tr key=${failure.failure_no}>
                 <td><${Age} at=${failure.at} /></td>

@@ -28,7 +28,7 @@ export function PoliciesView({ run }) {
 }
 
 function Made({ run, version }) {
-  const uses = useResource(["runs", run, "lineage"], { version }, { on: ["update."] });
+  const uses = useResource(["runs", run, "lineage"], { version }, { on: ["update.committed", "line."] });
   return html`<${Panel} title="Used by" id="uses">
     <${Loaded} resource=${uses}>${({ uses: all }) =>
       all.length === 0

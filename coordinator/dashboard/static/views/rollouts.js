@@ -28,14 +28,14 @@ function Filters({ run, query }) {
 }
 
 export function RolloutsView({ run, query }) {
-  const rollouts = useResource(["runs", run, "rollouts"], { ...query, limit: SHOWN }, { every: 15000, on: ["update.", "line."] });
+  const rollouts = useResource(["runs", run, "rollouts"], { ...query, limit: SHOWN }); // a filter may have to look at the whole run: read when asked for
   const { after, ...filters } = query;
   return html`<h1>Rollouts</h1>
     <${Filters} key=${JSON.stringify(filters)} run=${run} query=${filters} />
     <${Loaded} resource=${rollouts}>${({ rollouts: all, next_after: next }) =>
       all.length === 0
         ? html`<${Empty}>${after || Object.keys(filters).length ? "No rollout meets these filters." : html`No rollout has arrived yet. Workers hand them in with <code>run.submit(…)</code>; <a href=${to("runs", run)}>the diagnosis</a> says what they wait for.`}<//>`
-        : html`<${Panel} title="By id" id="rollouts" aside=${html`${after && html`<a href=${to("runs", run, "rollouts", filters)}>First</a> `}${next && html`<a href=${to("runs", run, "rollouts", { ...filters, after: next })}>Next ${SHOWN}</a>`}`}>
+        : html`<${Panel} title="By id" id="rollouts" aside=${html`Read <${Age} at=${new Date(rollouts.at).toISOString()} /> <button type="button" onClick=${rollouts.readAgain}>Read again</button> ${after && html`<a href=${to("runs", run, "rollouts", filters)}>First</a> `}${next && html`<a href=${to("runs", run, "rollouts", { ...filters, after: next })}>Next ${SHOWN}</a>`}`}>
             <${Table} label="Rollouts" columns=${[["Rollout"], ["State"], ["Reason"], ["Made by"], ["Reward", "n"], ["Tokens", "n"], ["Group", "wide"], ["Update"], ["Worker", "wide"], ["Arrived"]]}
               rows=${all.map((rollout) => html`<tr key=${rollout.rollout_id}>
                 <th scope="row"><${RolloutLink} run=${run} id=${rollout.rollout_id} /></th>

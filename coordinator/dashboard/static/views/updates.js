@@ -62,7 +62,7 @@ const Refusals = ({ run, refusals }) =>
 const SHOWN_MEMBERS = 500;
 
 export function UpdateView({ run, id }) {
-  const lineage = useResource(["runs", run, "updates", id, "lineage"], {}, { every: null, on: ["update.", "policy.", "line."] });
+  const lineage = useResource(["runs", run, "updates", id, "lineage"], {}, { on: (entry) => entry.subject === id || entry.event === "policy.prepared" || entry.event.startsWith("line.") });
   return html`<h1>Update <span class="id">${id}</span></h1>
     <${Loaded} resource=${lineage}>${({ update, members, refusals, made_versions: made }) => {
       const sources = [...new Set(members.flatMap((member) => member.policies.map((policy) => policy.version)))].sort((a, b) => b - a);

@@ -28,8 +28,8 @@ export function WorkersView({ run, query }) {
             <td class=${worker.state === "lost" ? "bad" : ""}><${Age} at=${worker.heartbeat_at} /></td>
             <td class="n"><${Version} run=${run} of=${worker.version} /></td>
             <td class="n" title="mean |d log-prob| of its rollouts that were measured at lag 0">${worker.drift === null ? "none yet" : html`${real(worker.drift)} <small>of ${count(worker.drift_rollouts)}</small>`}</td>
-            <td>${worker.fenced ? html`<${State} of="fenced" /> ${worker.fenced_reason}` : "–"}</td>
-            <td>${worker.suspect_reason ? html`<${State} of="suspect" /> ${worker.suspect_reason}` : "–"}</td>
+            <td class="detail">${worker.fenced ? html`<${State} of="fenced" /> ${worker.fenced_reason}` : "–"}</td>
+            <td class="detail">${worker.suspect_reason ? html`<${State} of="suspect" /> ${worker.suspect_reason}` : "–"}</td>
             <td>${worker.engine} ${worker.engine_version}</td>
             <td><${Age} at=${worker.registered_at} /></td>
             <td><a href=${to("runs", run, "rollouts", { worker_id: worker.worker_id })}>its rollouts</a></td>
