@@ -312,3 +312,24 @@ def a_backup(stage: Stage) -> Iterator[dict[str, Any]]:
     listed = subprocess.run([program, "--list", stage.folder / "coordinator.dump"], capture_output=True, check=True)
     assert b"TABLE DATA public rollouts" in listed.stdout
     assert (stage.folder / "coordinator.artifacts").is_dir()
+
+
+@scene("an exported run")
+def an_exported_run(stage: Stage) -> Iterator[dict[str, Any]]:
+    """A group was exported to sums.parquet."""
+    rewarded_groups(stage.run, new_worker(stage.run), 1)
+    export = ["coordinator", "rollouts", "export", stage.run.id, "sums.parquet"]
+    subprocess.run(export, cwd=stage.folder, env=stage.environment, capture_output=True, check=True)
+    names: dict[str, Any] = {}
+    yield names
+    assert names["rollouts"].num_rows == 2
+
+
+@scene("a traced step")
+def a_traced_step(stage: Stage) -> Iterator[dict[str, Any]]:
+    """An update is open, and the trainer has a tracer of its own."""
+    from opentelemetry import trace
+
+    with stage.run.update("step-1") as update:
+        yield {"tracer": trace.get_tracer("trainer"), "update": update}
+    assert stage.run.update_view("step-1").state == "committed"

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.xdist_group("blocks")
 ELSEWHERE = {"docker", "git", "kubectl", "make", "npm", "pip", "systemctl", "worker-agent"}
 """Programs that cannot run within a test, or whose running is another test's subject: a block with one is held."""
 
-TESTED = {"quick start": "test_quick_start.py"}
+TESTED = {"quick start": "test_quick_start.py", "integrating": "test_integrating.py"}
 """Blocks that a test of their own plays, by the mark."""
 
 SHELL = {"bash", "console"}
