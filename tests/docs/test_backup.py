@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -21,6 +20,9 @@ from tests.client.runs import BASE, group, new_run, new_worker, reward, rewarded
 from tests.client.server_process import ServerProcess
 from tests.database import Databases
 
+ROOT = Path(__file__).parents[2]
+COPYING, RESTORING = 0, 2
+"""Which blocks of the page they are; those after them are for Compose."""
 STATES = {"generated", "reward_failed", "rewarded", "reserved", "consumed", "quarantined"}
 
 
@@ -29,8 +31,18 @@ def plain(url: str) -> str:
     return make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
 
 
-def program(name: str, *arguments: str) -> None:
-    subprocess.run([str(installed_programs() / "bin" / name), *arguments], check=True, timeout=60)
+def play(number: int, folder: Path, **environment: str) -> str:
+    """Runs a block of the page, by its place among the blocks, in this folder; what it printed."""
+    blocks = (ROOT / "docs" / "backup.md").read_text(encoding="utf-8").split("```bash\n")[1:]
+    # This release's own commands, and Postgres' programs, before any that the machine has.
+    path = f"{Path(sys.executable).parent}:{installed_programs() / 'bin'}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", blocks[number].split("```")[0]],
+        cwd=folder, env=os.environ | environment | {"PATH": path}, capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.fixture
@@ -96,7 +108,7 @@ def at_work(run: Run, worker: Worker, folder: Path) -> Iterator[None]:
 def test_a_dump_and_the_artifact_folder_bring_everything_back(
     postgres: Databases, database_url: str, tmp_path: Path, servers: list[ServerProcess]
 ) -> None:
-    old = ServerProcess(tmp_path / "old", plain(database_url))
+    old = ServerProcess(tmp_path / ".data", plain(database_url))
     servers.append(old)
     old.start()
     token = old.token
@@ -108,18 +120,12 @@ def test_a_dump_and_the_artifact_folder_bring_everything_back(
         run.publish(version=1, parent_version=0, updates=["step-1"], folder=folder, base_model=BASE)
         before = run.lineage("step-1")
         with at_work(run, worker, tmp_path / "versions"):
-            program("pg_dump", "--format=custom", f"--file={tmp_path / 'coordinator.dump'}", plain(database_url))
-            shutil.copytree(old.data / "artifacts", tmp_path / "new" / "artifacts")
+            play(COPYING, tmp_path, DATABASE_URL=plain(database_url))
         written = run.counts().rollouts
     old.kill()  # the machine is gone
     fresh = plain(postgres.empty())
-    program("pg_restore", "--no-owner", f"--dbname={fresh}", str(tmp_path / "coordinator.dump"))
-
-    verified = subprocess.run(
-        [sys.executable, "-m", "coordinator.cli", "verify"],
-        env=os.environ | {"DATABASE_URL": fresh}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert (verified.returncode, "breaches 0" in verified.stdout) == (0, True), verified.stdout + verified.stderr
+    said = play(RESTORING, tmp_path, NEW_URL=fresh)
+    assert "breaches 0" in said
     new = ServerProcess(tmp_path / "new", fresh)
     servers.append(new)
     new.start()

@@ -143,11 +143,10 @@ def test_what_must_outlive_the_containers_is_on_named_volumes_that_the_plain_use
 
 
 def test_files_that_are_mounted_are_there() -> None:
-    others = {name for name, service in services().items() if service.get("profiles") == ["monitoring"]}
-    files = {s for name, pairs in mounts().items() if name not in others for s, _ in pairs if s.startswith(".")}
+    files = {source for pairs in mounts().values() for source, _ in pairs if source.startswith(".")}
 
     assert files
-    assert all((ROOT / file).is_file() for file in files), files
+    assert all((ROOT / file).exists() for file in files), files
 
 
 def stages() -> dict[str, list[str]]:
