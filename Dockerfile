@@ -25,12 +25,13 @@ COPY migrations migrations
 
 
 FROM python:3.11-slim AS worker-cpu-build
-# Where the CPU build of torch lies: PyTorch's own index has it, PyPI has the one for GPUs.
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# The address of PyTorch's CPU wheel index (PyTorch's site, Start Locally). Left out, PyPI's torch for GPUs is taken,
+# which works too and is several GB larger.
+ARG TORCH_INDEX=
 COPY requirements/cpu.lock requirements/cpu.lock
 # Of the lock only what the transformers engine needs: vLLM, verl and Ray are 2 GB more.
 RUN python -m venv /opt/coordinator \
- && /opt/coordinator/bin/pip install --no-cache-dir --extra-index-url "$TORCH_INDEX" --constraint requirements/cpu.lock \
+ && /opt/coordinator/bin/pip install --no-cache-dir ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} --constraint requirements/cpu.lock \
       fsspec httpx numpy pyarrow pydantic pydantic-core \
       filelock huggingface-hub peft prometheus-client pyyaml rich safetensors torch transformers typer
 RUN --mount=type=bind,from=source,source=/src,target=/src,readwrite \

@@ -21,7 +21,6 @@ import numpy.typing as npt
 from sqlalchemy.engine import make_url
 
 from coordinator.client import AsyncCoordinator, AsyncRun, Candidates, Coordinator, Run, Worker
-from coordinator.storage.postgres_programs import installed_programs
 from coordinator.wire.policies import PolicyRef
 from coordinator.wire.rollouts import Rollout
 from tests.client.runs import BASE, group, new_worker, rewarded_groups, write_adapter
@@ -300,18 +299,6 @@ def own_postgres(stage: Stage) -> Iterator[dict[str, Any]]:
     stage.replace["postgresql://user:password@host/database"] = plain(stage.postgres.empty())
     yield {}
     assert "serving http://" in stage.said
-
-
-@scene("a backup")
-def a_backup(stage: Stage) -> Iterator[dict[str, Any]]:
-    """The dump can be listed, and the folder is a whole copy. tests/docs/test_backup.py restores one."""
-    stage.environment["DATABASE_URL"] = plain(stage.postgres.migrated())
-    (stage.folder / ".data" / "artifacts").mkdir(exist_ok=True)
-    yield {}
-    program = installed_programs() / "bin" / "pg_restore"
-    listed = subprocess.run([program, "--list", stage.folder / "coordinator.dump"], capture_output=True, check=True)
-    assert b"TABLE DATA public rollouts" in listed.stdout
-    assert (stage.folder / "coordinator.artifacts").is_dir()
 
 
 @scene("an exported run")
