@@ -252,7 +252,7 @@ def serve_forever(settings: Settings, host: str, port: int, say: Say) -> None:
             stack.callback(tracing.close)
             tracing.follow(app, database)
         write_private(address_file, address + "\n")
-        say(f"serving {address}, the API page is {address}/docs")
+        say(f"serving {address}: its dashboard is {address}/dashboard, its API page {address}/docs")
         config = uvicorn.Config(
             app,
             http=ProblemProtocol,

@@ -192,7 +192,7 @@ def _seconds(production: Production) -> Seconds:
 
 def _keep(console: Console, production: Production) -> None:
     """Serve until Ctrl-C."""
-    console.print(f"\nThe coordinator serves on: [bold]{production.url}/docs[/bold] is its API page")
+    console.print(f"\nThe coordinator serves on: [bold]{production.url}/dashboard[/bold], and its API page /docs")
     console.print(f"admin's token: {production.data / 'admin.token'}")
     for name, log in production.cast.logs.items():
         console.print(f"{name}: {log}", highlight=False)
