@@ -18,10 +18,10 @@ from tests.docs.blocks import ROOT
 
 # `serve` goes on until it is ended: here in the background, on a free port of this machine, until the block has ended.
 _COORDINATOR = f"""#!/bin/bash
-coordinator() {{ "{sys.executable}" -m coordinator.cli "$@"; }}
-if [ "$1" != serve ]; then coordinator "$@"; exit; fi
+if [ "$1" != serve ]; then exec "{sys.executable}" -m coordinator.cli "$@"; fi
 rm -f .data/address
-coordinator "$@" --host 127.0.0.1 --port 0 >"$SERVED.log" 2>&1 &
+# The program itself, not a function: what is ended later is the server and no shell around it.
+"{sys.executable}" -m coordinator.cli "$@" --host 127.0.0.1 --port 0 >"$SERVED.log" 2>&1 &
 echo $! >"$SERVED"
 until [ -s .data/address ] && curl -sf "$(cat .data/address)/readyz" >/dev/null; do
   kill -0 $! || {{ cat "$SERVED.log" >&2; exit 1; }}
