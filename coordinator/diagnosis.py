@@ -223,7 +223,12 @@ def _blockers(
             "Look at the workers' logs and restart them; a lost one is live again with its next heartbeat.",
         )
     elif not serving:
-        add("workers_fenced", f"{producers.fenced} fenced", None, "Let them load and ack the active version whole.")
+        add(
+            "workers_fenced",
+            f"{producers.fenced} fenced",
+            None,
+            "Look why; let them load and ack the active version whole, as they do after a restart.",
+        )
     if opened is not None:
         silent = ", ".join(
             f"{name} (fenced: {fences[name]})" if fences.get(name) else name
@@ -234,7 +239,7 @@ def _blockers(
             "activation_open",
             f"version {opened.version} waits for {waits}, until {opened.deadline_at.isoformat()}",
             opened.opened_at,
-            "Look at those workers and at GET failures, or give the activation up; the old version stays active "
+            "Look at those workers and at the run's failures, or give the activation up; the old version stays active "
             "meanwhile.",
         )
     rewarded = groups.incomplete or groups.stale or groups.held
@@ -243,7 +248,7 @@ def _blockers(
             "waiting_for_rewards",
             f"{rewards.waiting} rollouts have no reward yet, {rewards.failed} failed",
             rewards.oldest,
-            "Look at the reward service; failures are listed by GET failures?stage=reward.",
+            "Look at the reward service, and at the run's failures of the stage reward.",
         )
     elif nothing_ready and not rewarded:
         add("nothing_generated", "no open group has a member", last_commit_at, "Give the workers tasks.")

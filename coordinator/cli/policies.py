@@ -122,7 +122,7 @@ class _Stages:
             if step.event_no > self._told:
                 self._told = step.event_no
                 detail = f": {printable(step.detail)}" if step.detail else ""
-                say(f"{step.seconds:>9.1f} s  {who or f'version {activation.version}'}  {step.step}{detail}")
+                say(f"{step.seconds:>z9.1f} s  {who or f'version {activation.version}'}  {step.step}{detail}")
         if activation.state not in ("waiting", "open"):
             return
         now, waits = datetime.now(UTC), waits_for(activation)

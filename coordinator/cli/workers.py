@@ -40,9 +40,10 @@ def drain(
     token: Token = None,
     as_json: AsJson = False,
 ) -> None:
-    """Take a worker out of the activations to come; its rollouts are still taken. Takes an admin's token.
+    """Take a worker out of the open activation and those to come. Takes an admin's token.
 
-    It is a full member again once it registers anew, as it does when it is restarted.
+    It gets no tickets any more; its rollouts are still taken. It is a full member again once it registers anew, as it
+    does when it is restarted.
     """
     with connected(data, url, token) as coordinator:
         of_run = coordinator.run(run)
@@ -72,7 +73,8 @@ def fence(
 ) -> None:
     """Take a worker out until it loads a version whole and acks it. Takes an admin's token.
 
-    What it confirmed until now counts no more, so that no rollout of it is taken meanwhile.
+    Until then it gets no tickets, and no activation counts what it confirmed or requires it. Rollouts that it hands
+    in are still taken: to refuse those as well, revoke its token.
     """
     confirm(f"Fence worker {worker} of run {run}, until it loads and acks a version anew?", yes)
     with connected(data, url, token) as coordinator:

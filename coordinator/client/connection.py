@@ -15,7 +15,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from coordinator.client.artifacts import IncomingFile
-from coordinator.client.errors import NotConfigured, UnexpectedAnswer, Unreachable, refusal
+from coordinator.client.errors import NotConfigured, UnexpectedAnswer, Unreachable, refusal, told
 from coordinator.client.pace import run_blocking, sleep
 from coordinator.client.tracing import trace_headers
 from coordinator.wire.base import WireModel
@@ -252,7 +252,7 @@ class Connection:
                             yield event
                     piece = next(stream.rest, b"")
             except _FAULTS as fault:
-                why = f"{type(fault).__name__}: {fault}".rstrip(": ")
+                why = told(fault)
             finally:
                 stream.received.close()
             self._turn_from(stream.url)
@@ -311,7 +311,7 @@ class Connection:
             try:
                 received = attempt()
             except _FAULTS as fault:
-                cause, why = fault, f"{type(fault).__name__}: {fault}".rstrip(": ")
+                cause, why = fault, told(fault)
             else:
                 full = received.status_code == _FULL
                 if not full and received.status_code not in _AWAY:

@@ -104,6 +104,14 @@ _BY_CODE: dict[str, type[Refused]] = {
 }
 
 
+def told(fault: Exception) -> str:
+    """A fault of the connection in words, with the way out of the one that trying again does not mend."""
+    text = f"{type(fault).__name__}: {fault}".rstrip(": ")
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        text += "; SSL_CERT_FILE names the certificate of an authority of your own"
+    return text
+
+
 def refusal(status: int, body: bytes) -> Refused:
     """The exception for an answer of status 400 or more, whoever sent it."""
     try:

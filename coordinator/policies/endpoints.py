@@ -209,7 +209,7 @@ async def watch(
     after: Annotated[int, Query(ge=-1, le=2**53, description="the event_no seen last; -1: answer at once")] = -1,
     wait_seconds: Annotated[float, Query(ge=0, le=3600, description="at most the run's longest_wait_seconds")] = 0,
 ) -> Watch:
-    """Read the active version and the candidate, or wait until the run has an event newer than `after`.
+    """Read the active version and the candidate, or wait until the run has an event newer than a given one.
 
     The long poll of a worker: `wait_seconds` with the `event_no` of the last answer. It holds no database connection
     while it waits, and answers at once when the server ends.

@@ -94,7 +94,7 @@ async def stream_events(
         Query(ge=0, le=86400, description="end after this time; 0: with what is there now; left out: go on"),
     ] = None,
 ) -> EventStream:
-    """Follow the journal as server-sent events: `id` is the event_no, `event` the name, `data` the journal's entry.
+    """Follow the journal as server-sent events: id is the event_no, event the name, data the journal's entry.
 
     It continues after `Last-Event-ID`, or `after`, and never leaves an entry out or tells one twice, whichever replica
     answers. Without both it begins with an event `watch`, whose data is what `GET watch` answers, and goes on from

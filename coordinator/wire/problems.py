@@ -212,7 +212,12 @@ _ALL = [
         "This incarnation is not registered",
         "Register the worker with this incarnation first.",
     ),
-    ProblemCode("token_conflict", 409, "A token of that name exists", "Choose another name."),
+    ProblemCode(
+        "token_conflict",
+        409,
+        "A token of that name exists",
+        "Choose another name; a token that was revoked keeps its own.",
+    ),
     ProblemCode(
         "policy_not_durable",
         409,

@@ -64,7 +64,7 @@ async def register_worker(
 async def heartbeat(
     run_id: RunId, worker_id: WorkerId, body: Heartbeat, caller: WorkerCaller, database: DatabaseHere
 ) -> Watch:
-    """Say that this incarnation lives; the answer is what `watch` answers.
+    """Say that this incarnation lives; the answer is that of watch.
 
     Every `heartbeat_seconds` of the run; after `lost_after_seconds` of silence the worker counts as lost. An engine
     that gives its GPU away says so with `asleep_seconds`.
@@ -83,7 +83,7 @@ async def drain_worker(
     database: DatabaseHere,
     changes: ChangesHere,
 ) -> WorkerView:
-    """Leave the activations to come out, and finish what was begun.
+    """Leave the open activation and those to come, and finish what was begun.
 
     The worker takes no more tickets and is dropped from an open activation; its rollouts still arrive. Deregister when
     they have.
@@ -126,10 +126,12 @@ async def fence_worker(
 ) -> WorkerView:
     """Take a worker out until it acks a version that it loaded whole.
 
-    For a worker that seems to serve wrong weights: its acks are void, it takes no tickets, and an activation that opens
-    does not require it.
+    For a worker that seems to serve wrong weights: what it confirmed counts for no activation, it takes no tickets, and
+    an activation that opens does not require it. Rollouts that it hands in are judged as before, since it had confirmed
+    the versions that they name; to refuse those as well, revoke its token.
 
-    Sent again: it is fenced anew, for the reason that is given last; an ack that came between the two is void.
+    Sent again: it is fenced anew, for the reason that is given last; an ack that came between the two counts for no
+    activation.
     """
     view = await database.transaction(service.fence, run_id, worker_id, body, caller)
     changes.announce(run_id)

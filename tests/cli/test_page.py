@@ -25,7 +25,7 @@ def test_every_command_that_is_shown_is_one(command: Command, monkeypatch: pytes
     monkeypatch.setattr(connection, "RETRY_SECONDS", 0.0)
     monkeypatch.setenv("COORDINATOR_URL", "http://127.0.0.1:1")
     monkeypatch.setenv("COORDINATOR_TOKEN", "x")
-    lines = [shlex.split(line, comments=True) for line in blocks("")[0].splitlines()]
+    lines = [shlex.split(line, comments=True) for line in blocks("bash")[0].splitlines()]
     assert len(lines) > 8
     for program, *arguments in lines:
         slow = arguments[0] in ("activate", "doctor") or "export" in arguments  # by design, where nobody answers
@@ -34,7 +34,7 @@ def test_every_command_that_is_shown_is_one(command: Command, monkeypatch: pytes
 
 
 def test_the_refusal_that_is_shown_is_told_like_that(cli: Command, sums: Run) -> None:
-    typed, *told = blocks("")[1].splitlines()
+    typed, *told = blocks("console")[0].splitlines()
     done = cli(*shlex.split(typed.removeprefix("$ coordinator ")))
     assert done.err.splitlines() == told[:2]
     assert told[2:] == ["$ echo $?", str(done.code)]

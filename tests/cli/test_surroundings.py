@@ -73,7 +73,8 @@ def test_without_address_or_token_both_ways_to_give_them_are_named(command: Comm
 def test_a_coordinator_that_does_not_answer_has_an_exit_code_of_its_own(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "RETRY_SECONDS", 3.0)
+    # With less, pauses that are drawn unluckily end the attempts before 2 s have passed.
+    monkeypatch.setattr(connection, "RETRY_SECONDS", 5.5)
     done = command("run", "list", "--url", "http://127.0.0.1:1", "--token", "x", "--json")
     assert (done.code, done.out) == (3, "")
     assert "waiting for http://127.0.0.1:1: 2 s so far\n" in done.err

@@ -52,7 +52,7 @@ def test_what_is_wrong_with_a_token_is_said_in_words(cli: Command, tmp_path: Pat
     assert cli("token", "create", "--name", "twice", "--role", "viewer").code == 0
     twice = cli("token", "create", "--name", "twice", "--role", "viewer")
     assert twice.code == 1
-    assert "coordinator: token_conflict: a token named twice exists\n  Choose another name.\n" in twice.err
+    assert "coordinator: token_conflict: a token named twice exists\n  Choose another name; a token" in twice.err
     unknown = cli("token", "revoke", "nobody")
     assert (unknown.code, unknown.out) == (1, "")
     assert "coordinator: token_unknown: there is no token with the name or id nobody\n" in unknown.err

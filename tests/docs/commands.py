@@ -183,6 +183,9 @@ def _check_elsewhere(program: str, arguments: list[str]) -> None:
     for at, argument in enumerate(arguments):
         name, _, value = argument.partition("=")
         before = arguments[at - 1] if at else ""
+        if argument == "--":  # what follows is run in a pod
+            check(arguments[at + 1 :])
+            break
         if before == "--profile":
             assert argument in profiles, f"there is no profile {argument}"
         elif name.startswith("-"):

@@ -21,8 +21,8 @@ from tests.client.server_process import ServerProcess
 from tests.database import Databases
 
 ROOT = Path(__file__).parents[2]
-COPYING, RESTORING = 0, 2
-"""Which blocks of the page they are; those after them are for Compose."""
+COPYING, RESTORING = 0, 3
+"""Which blocks of the page they are; after the first comes that for Compose, and the one that finds pg_dump."""
 STATES = {"generated", "reward_failed", "rewarded", "reserved", "consumed", "quarantined"}
 
 

@@ -19,7 +19,7 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from sqlalchemy.engine import make_url
 
-from coordinator.client import Coordinator
+from coordinator.client import Coordinator, Unreachable
 from coordinator.operations.limits import FAILURES_AT_ONCE
 from tests.api.ledger import refused
 from tests.client.runs import new_run
@@ -105,8 +105,11 @@ def test_the_address_is_https_and_the_client_is_told_whom_to_trust(
         new_run(coordinator, "over-tls")
         assert coordinator.run("over-tls").view().run_id == "over-tls"
     monkeypatch.delenv("SSL_CERT_FILE")
-    with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
-        httpx.get(f"{behind_tls.process.url}/healthz", trust_env=False)
+    with (
+        Coordinator(behind_tls.process.url, ADMIN, retry_seconds=0) as coordinator,
+        pytest.raises(Unreachable, match=r"CERTIFICATE_VERIFY_FAILED.*; SSL_CERT_FILE names"),
+    ):
+        coordinator.runs()
 
 
 def test_every_answer_has_its_headers(behind_tls: Site, plain: Site) -> None:

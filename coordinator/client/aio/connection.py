@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from coordinator.client.aio.pace import run_blocking, sleep
 from coordinator.client.artifacts import IncomingFile
-from coordinator.client.errors import NotConfigured, UnexpectedAnswer, Unreachable, refusal
+from coordinator.client.errors import NotConfigured, UnexpectedAnswer, Unreachable, refusal, told
 from coordinator.client.tracing import trace_headers
 from coordinator.wire.base import WireModel
 from coordinator.wire.event_stream import KEEP_ALIVE_SECONDS, MEDIA_TYPE, EventDecoder, ServerSentEvent
@@ -251,7 +251,7 @@ class AsyncConnection:
                             yield event
                     piece = await anext(stream.rest, b"")
             except _FAULTS as fault:
-                why = f"{type(fault).__name__}: {fault}".rstrip(": ")
+                why = told(fault)
             finally:
                 await stream.received.aclose()
             self._turn_from(stream.url)
@@ -310,7 +310,7 @@ class AsyncConnection:
             try:
                 received = await attempt()
             except _FAULTS as fault:
-                cause, why = fault, f"{type(fault).__name__}: {fault}".rstrip(": ")
+                cause, why = fault, told(fault)
             else:
                 full = received.status_code == _FULL
                 if not full and received.status_code not in _AWAY:

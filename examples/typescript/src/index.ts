@@ -14,7 +14,7 @@ export class Refused extends Error {
   readonly status: number;
 
   constructor(readonly problem: ProblemDocument) {
-    super(`${problem.code}: ${problem.detail} ${problem.next_step}`);
+    super(`${problem.code}: ${problem.detail}; ${problem.next_step}`);
     this.code = problem.code;
     this.status = problem.status;
   }
