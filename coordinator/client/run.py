@@ -73,6 +73,7 @@ from coordinator.wire.rollouts import (
     RewardAnswer,
     RewardBatch,
     Rollout,
+    RolloutDifferences,
     RolloutEvidence,
     RolloutHistory,
     RolloutList,
@@ -349,6 +350,13 @@ class Run:
     def evidence(self, rollout_id: str) -> RolloutEvidence:
         """The tokens, mask and log-probs of a rollout."""
         return self._connection.call("GET", (*self._path, "rollouts", rollout_id, "evidence"), RolloutEvidence)
+
+    def differences(self, rollout_id: str) -> RolloutDifferences:
+        """By how much the log-prob of each token differed, for every update that measured the rollout.
+
+        `measured[i].differences[k]` is d = log pi_current - log pi_behaviour of token k, None where it is masked.
+        """
+        return self._connection.call("GET", (*self._path, "rollouts", rollout_id, "differences"), RolloutDifferences)
 
     def evidence_of(self, rollout_ids: Sequence[str]) -> EvidenceColumns:
         """The tokens of many rollouts, up to 4096, as columns; `missing` names those that have none here.

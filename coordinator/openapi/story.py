@@ -285,6 +285,7 @@ STORY: tuple[Step, ...] = (
     ),
     Step("get_uses", "Which updates used rollouts of the base model", "viewer", _IN_RUN, {"version": 0}),
     Step("get_history", "Everything that happened to one rollout", "viewer", {"run_id": RUN, "rollout_id": FIRST}),
+    Step("get_differences", "How far each of its tokens had moved", "viewer", {"run_id": RUN, "rollout_id": FIRST}),
     # The new weights become version 1.
     Step(
         "prepare_policy",

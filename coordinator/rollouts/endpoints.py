@@ -25,7 +25,7 @@ from coordinator.errors import refusals
 from coordinator.media import arrow_answer, json_or_arrow
 from coordinator.operations.access import Admin, Anyone, ChangesHere, DatabaseHere, RewardCaller, WorkerCaller
 from coordinator.operations.numbers import NumbersHere
-from coordinator.rollouts import arrival, audit, failures, quarantine, reading, rewards
+from coordinator.rollouts import arrival, audit, differences, failures, quarantine, reading, rewards
 from coordinator.runs.service import get_run
 from coordinator.wire.columns import (
     ARROW_MEDIA_TYPE,
@@ -49,6 +49,7 @@ from coordinator.wire.rollouts import (
     RewardBatch,
     Rollout,
     RolloutBatch,
+    RolloutDifferences,
     RolloutEvidence,
     RolloutHistory,
     RolloutList,
@@ -282,6 +283,18 @@ async def get_evidence(run_id: RunId, rollout_id: RolloutId, caller: Anyone, dat
     As they are stored: log-probs are float32. For many rollouts at once use `rollouts/evidence`.
     """
     return await database.transaction(reading.get_evidence, run_id, rollout_id)
+
+
+@router.get("/rollouts/{rollout_id}/differences", responses=refusals("run_unknown", "rollout_unknown"))
+async def get_differences(
+    run_id: RunId, rollout_id: RolloutId, caller: Anyone, database: DatabaseHere
+) -> RolloutDifferences:
+    """Read by how much the log-prob of each token differed, for every update that measured the rollout.
+
+    The list is empty while no update has measured it: none has asked for it, or the run's `drift_gate` is off. They
+    go with the tokens: after retention it is 404 `rollout_unknown`.
+    """
+    return await database.transaction(differences.get_differences, run_id, rollout_id)
 
 
 @router.get("/rollouts/{rollout_id}", responses=refusals("run_unknown", "rollout_unknown"))

@@ -74,7 +74,9 @@ DROP_EVIDENCE = text(f"""
         UPDATE rollout_evidence e
         SET token_ids = NULL, action_mask = NULL, behavior_log_probs = NULL, side_data = NULL
         FROM over o WHERE e.run_no = :run_no AND e.rollout_id = o.rollout_id
-        RETURNING o.bytes
+        RETURNING o.rollout_id, o.bytes
+    ), differences AS (
+        DELETE FROM token_differences t USING dropped d WHERE t.run_no = :run_no AND t.rollout_id = d.rollout_id
     ), counted AS (
         INSERT INTO count_deltas (run_no, name, delta)
         SELECT :run_no, 'evidence_bytes', -sum(bytes) FROM dropped HAVING count(*) > 0
@@ -108,6 +110,8 @@ DROP_ROLLOUTS = f"""
         DELETE FROM rollout_evidence e USING dropped d WHERE e.run_no = :run_no AND e.rollout_id = d.rollout_id
         RETURNING octet_length(e.token_ids) + octet_length(e.action_mask) + octet_length(e.behavior_log_probs)
             + COALESCE(octet_length(e.side_data), 0) AS bytes
+    ), differences AS (
+        DELETE FROM token_differences t USING dropped d WHERE t.run_no = :run_no AND t.rollout_id = d.rollout_id
     ), counted AS (
         INSERT INTO count_deltas (run_no, name, delta)
         SELECT :run_no, 'evidence_bytes', -sum(bytes) FROM evidence HAVING sum(bytes) > 0

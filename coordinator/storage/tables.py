@@ -545,6 +545,20 @@ update_members = Table(
     Index("update_members_at", "at", postgresql_using="brin"),
 )
 
+# How far each action token's log-prob had moved, as a member of an update was measured: evidence, and as long as that.
+token_differences = Table(
+    "token_differences",
+    metadata,
+    Column("run_no", Integer),
+    Column("rollout_id", Text),
+    Column("update_id", Text),
+    Column("revision", Integer),
+    Column("differences", LargeBinary, nullable=False),
+    PrimaryKeyConstraint("run_no", "rollout_id", "update_id", "revision"),
+    # As with the other evidence: up to a page they stay in the row, and they are never compressed.
+    postgresql_with={"toast_tuple_target": "8160"},
+)
+
 rewinds = Table(
     "rewinds",
     metadata,

@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from coordinator.errors import Refusal
 from coordinator.operations.access import Caller
-from coordinator.rollouts import groups
+from coordinator.rollouts import differences, groups
 from coordinator.rollouts.queries import for_run
 from coordinator.rules.freshness import DriftStatistics, NonFiniteLogProbError, drift_statistics
 from coordinator.runs.service import Run, get_run
@@ -25,6 +25,9 @@ SUSPECT_SAMPLE = 8
 """Rollouts that must reach the drift check before a call may be refused as `drift_suspect`."""
 
 
+MEASURES = ("mean_abs", "max_abs", "k3", "outside_share", "effective_sample_size")
+
+
 @dataclass(frozen=True)
 class Drift:
     """Per rollout of a call, in its order: float64 [n], NaN where nothing could be measured."""
@@ -34,6 +37,8 @@ class Drift:
     k3: npt.NDArray[np.float64]
     outside_share: npt.NDArray[np.float64]
     effective_sample_size: npt.NDArray[np.float64]
+    differences: list[bytes | None]
+    """By action token, as `coordinator.rollouts.differences` packs them; None where nothing could be measured."""
 
 
 async def read_evidence(
@@ -66,19 +71,16 @@ def measure(run: Run, columns: ReserveColumns, evidence: dict[str, Any]) -> Drif
                 item=rollout_id,
             )
         measured.append(n)
-    drift = Drift(*(np.full(len(columns), np.nan) for _ in range(5)))
+    drift = Drift(**{name: np.full(len(columns), np.nan) for name in MEASURES}, differences=[None] * len(columns))
     if not measured:
         return drift
     rows = [evidence[columns.rollout_id[n]] for n in measured]
     every = len(measured) == len(columns)
     current: Ragged = columns.current_log_probs if every else columns.current_log_probs.take(measured)
+    behavior = np.frombuffer(b"".join(row.behavior_log_probs for row in rows), "<f4")
+    action_mask = np.frombuffer(b"".join(row.action_mask for row in rows), np.bool_)
     try:
-        statistics: DriftStatistics = drift_statistics(
-            np.frombuffer(b"".join(row.behavior_log_probs for row in rows), "<f4"),
-            current.values,
-            np.frombuffer(b"".join(row.action_mask for row in rows), np.bool_),
-            current.offsets,
-        )
+        statistics: DriftStatistics = drift_statistics(behavior, current.values, action_mask, current.offsets)
     except NonFiniteLogProbError as error:
         rollout_id = columns.rollout_id[measured[error.rollout]]
         raise Refusal(
@@ -86,8 +88,11 @@ def measure(run: Run, columns: ReserveColumns, evidence: dict[str, Any]) -> Drif
             f"{rollout_id}: the current log-prob at {error.position} is not finite",
             item=rollout_id,
         ) from error
-    for name in Drift.__dataclass_fields__:
+    for name in MEASURES:
         getattr(drift, name)[measured] = getattr(statistics, name)
+    packed = differences.pack(behavior, current.values, action_mask, current.offsets)
+    for n, of_rollout in zip(measured, packed, strict=True):
+        drift.differences[n] = of_rollout
     return drift
 
 
@@ -181,6 +186,7 @@ async def reserve(
                 "drift_sample_size": [measured["drift_sample_size"][n] for n in refused],
             },
         )
+    await _keep_differences(connection, run, update_id, columns, drift, rows, refused)
     return ReserveAnswer(
         verdicts=[
             ReserveVerdict(
@@ -208,6 +214,29 @@ async def _keep_to_one(connection: AsyncConnection, run: Run, update_id: str, ro
         rulesets = (await connection.scalars(queries.BOUND_RULESETS, keys)).all()
         if len(rulesets) > 1:
             raise Refusal("ruleset_conflict", f"update {update_id} would hold rewards of {', '.join(rulesets)}")
+
+
+async def _keep_differences(
+    connection: AsyncConnection,
+    run: Run,
+    update_id: str,
+    columns: ReserveColumns,
+    drift: Drift,
+    rows: Any,
+    fallen: list[int],
+) -> None:
+    """Of everything that was measured and is a member of the update by this call, whatever its verdict."""
+    members = sorted({n for n, r in enumerate(rows) if r.moved} | set(fallen))
+    kept = [(n, packed) for n in members if (packed := drift.differences[n]) is not None]
+    if kept:
+        await differences.keep(
+            connection,
+            run,
+            update_id,
+            [columns.rollout_id[n] for n, _ in kept],
+            [columns.revision[n] for n, _ in kept],
+            [packed for _, packed in kept],
+        )
 
 
 def _checked(rows: Any) -> list[Any]:

@@ -435,6 +435,27 @@ class RolloutEvidence(WireModel):
     side_data_digest: Sha256 | None = None
 
 
+class MeasuredDifferences(WireModel):
+    """How far each token's log-prob had moved, as an update measured it: d = log pi_current - log pi_behaviour.
+
+    As stored, float16: right to one part in 2048, within -65504 and 65504.
+    """
+
+    update_id: str = Field(description="the update that measured it")
+    revision: int = Field(description="the revision that it saw")
+    verdict: str = Field(description="what became of the rollout in this update")
+    drift: float = Field(description="mean |d| over action tokens, measured in float64")
+    at: datetime
+    differences: list[float | None] = Field(description="d of token_ids[i] at [i]; null where the token is masked")
+
+
+class RolloutDifferences(WireModel):
+    """What each update that measured the rollout found, the first one first; none: no update has measured it."""
+
+    rollout_id: str
+    measured: list[MeasuredDifferences] = Field(description="by update, and by the revision that it saw")
+
+
 class EvidenceRequest(WireModel):
     """The rollouts whose tokens are wanted."""
 

@@ -62,11 +62,15 @@ def submit(run: Run, rollouts: Sequence[Rollout], rewarded: bool = True) -> None
 
 
 def scored(candidates: Candidates, drifts: Sequence[float]) -> list[np.ndarray]:
-    """The log-probs of weights that moved away by these drifts, one for each candidate in turn."""
-    return [
-        np.where(each.action_mask, np.nan_to_num(each.behavior_log_probs) - drifts[i % len(drifts)], 0.0)
-        for i, each in enumerate(candidates)
-    ]
+    """The log-probs of weights that moved away by these drifts, one for each candidate in turn, up and down."""
+    moved = []
+    for i, each in enumerate(candidates):
+        action, current = each.action_mask, np.nan_to_num(each.behavior_log_probs).astype(np.float64)
+        steps = np.random.default_rng(i).exponential(1.0, int(action.sum()))
+        steps *= drifts[i % len(drifts)] / steps.mean()
+        current[action] += np.where(current[action] + steps < 0, steps, -steps)
+        moved.append(current)
+    return moved
 
 
 class Scene:

@@ -225,6 +225,14 @@ def test_a_rollout_is_opened_down_to_its_tokens(night: Watched, scene: Scene) ->
     (drift,) = [step.drift for step in history if step.drift is not None]
     expect(judged).to_contain_text(f"{float(f'{drift:.3g}')} of 0.2")
     expect(judged).to_contain_text("Effective sample size")
+    [measured] = scene.run.differences("mixed:1.0").measured
+    difference = measured.differences[action]
+    assert difference is not None
+    expect(tokens.nth(action).locator("small")).to_have_text(f"{difference:+.2g}")
+    expect(page.get_by_text("Largest differences:")).to_be_visible()
+    page.get_by_label("Coloured by").select_option("behaviour log-prob")
+    expect(page.get_by_text("Least expected:")).to_be_visible()
+    expect(tokens.nth(action).locator("small")).to_have_text(f"{evidence.behavior_log_probs[action]:.2g}")
 
 
 def test_rollouts_are_found_by_state_and_reason(night: Watched, scene: Scene) -> None:

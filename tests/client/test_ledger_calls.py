@@ -59,6 +59,10 @@ def test_quarantine_is_released_as_a_whole(coordinator: Coordinator) -> None:
         drifted = [log_probs - 1 for log_probs in candidates.behavior_log_probs]
         update.reserve(candidates, drifted, confirm_drift=True)
         raise KeyError("the log-probs were misaligned")
+    [measured] = run.differences(candidates[0].rollout_id).measured
+    assert (measured.update_id, measured.verdict) == ("drifting", "policy_drift")
+    moved = [None if d is None else round(d, 3) for d in measured.differences]
+    assert moved == [-1.0 if action else None for action in candidates[0].action_mask]
     answer = run.release_quarantined_by("drifting", "policy_drift")
     assert {(v.verdict, v.state) for v in answer.verdicts} == {("released", "rewarded")}
     assert run.release([candidates[0].rollout_id]).verdicts[0].verdict == "not_releasable"

@@ -12,11 +12,12 @@ const AFTER_FAILURE = 10000;
 const concerns = (on, entry) => (typeof on === "function" ? on(entry) : on.some((name) => entry.event.startsWith(name)));
 
 /**
- * `useResource(path, query, { every, on })` answers `{ data, problem, at }`. `every`: milliseconds between two reads, where
- * no event tells of a change; `on`: the events after which it is read at once. Without a path nothing is read. What was
- * read last stays while a later read fails. Nothing is read while the tab is hidden.
+ * `useResource(path, query, { every, on, after })` answers `{ data, problem, at }`. `every`: milliseconds between two reads,
+ * where no event tells of a change; `on`: the events after which it is read at once; `after`: it is read again when this
+ * value changes. Without a path nothing is read. What was read last stays while a later read fails. Nothing is read while
+ * the tab is hidden.
  */
-export function useResource(path, query = {}, { every = null, on = [] } = {}) {
+export function useResource(path, query = {}, { every = null, on = [], after = null } = {}) {
   const key = JSON.stringify([path, query]);
   const [state, setState] = useState({ key, data: null, problem: null, at: null });
   const [again, ask] = useState(0);
@@ -74,7 +75,7 @@ export function useResource(path, query = {}, { every = null, on = [] } = {}) {
       unlisten();
       document.removeEventListener("visibilitychange", seen);
     };
-  }, [key, every, again, String(on)]);
+  }, [key, every, again, String(on), after]);
   const shown = state.key === key ? state : { key, data: null, problem: null, at: null };
   return { ...shown, readAgain: () => ask((times) => times + 1) };
 }

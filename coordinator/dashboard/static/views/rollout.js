@@ -3,7 +3,7 @@ import { count, real, words } from "../format.js";
 import { html } from "../lib.js";
 import { useResource } from "../resource.js";
 import { to } from "../router.js";
-import { Age, Empty, Facts, Hash, Loaded, Panel, State, Table, UpdateLink, Version, WorkerLink } from "../ui.js";
+import { Age, Empty, Facts, Hash, Loaded, Panel, State, Table, Trouble, UpdateLink, Version, WorkerLink } from "../ui.js";
 import { Tokens } from "./tokens.js";
 
 const ON = ["update.", "line.", "policy.withdrawn"];
@@ -23,10 +23,14 @@ const History = ({ run, transitions }) =>
       <td class="n">${step.drift === null ? "–" : html`${real(step.drift)} <small>of ${real(step.max_drift)}</small>`}</td>
     </tr>`)} />`;
 
-/** How the last update that measured it found it. Of the current log-probs these numbers are all that is kept. */
-function Judged({ run, rollout, transitions }) {
+/** How the last update that measured it found it, over the whole rollout. */
+function Judged({ run, rollout, transitions, measured }) {
   const last = transitions.filter((step) => step.drift !== null && step.update_id).at(-1);
   const lineage = useResource(last ? ["runs", run, "updates", last.update_id, "lineage"] : null);
+  if (!last && measured.length) {
+    const { update_id: update, drift } = measured.at(-1);
+    return html`<${Empty}><${UpdateLink} run=${run} id=${update} /> measured it, with a drift of ${real(drift)}, and could not have it: its group was refused.<//>`;
+  }
   if (!last) return html`<${Empty}>No update has measured it yet: the drift is taken at its reservation, against the trainer's weights of that moment.<//>`;
   const member = lineage.data?.members.filter((each) => each.rollout_id === rollout.rollout_id).at(-1);
   return html`<${Facts} pairs=${[
@@ -39,7 +43,7 @@ function Judged({ run, rollout, transitions }) {
       member && ["Ratios outside [0.5, 2]", `${real(100 * member.drift_outside_share)} %`],
       member && ["Effective sample size", real(member.drift_sample_size)],
     ]} />
-    <p class="empty">The log-probs of the trainer's weights are measured and not kept, so that the difference is known of the whole rollout and not of each token.</p>`;
+    <p class="empty">d is the log-prob under the trainer's weights of that moment minus the one that the token was made with. ${measured.length > 0 ? "That of each token is below." : "That of each token is not kept: it was measured by an earlier release, or retention has taken it."}</p>`;
 }
 
 const Spans = ({ run, spans, source }) =>
@@ -55,6 +59,9 @@ export function RolloutView({ run, id, query }) {
   const rollout = useResource(["runs", run, "rollouts", id], {}, { every: 15000, on: ON });
   const history = useResource(["runs", run, "rollouts", id, "history"], {}, { every: 15000, on: ON });
   const evidence = useResource(["runs", run, "rollouts", id, "evidence"]);
+  const changes = history.data?.transitions.length;
+  const differences = useResource(evidence.data && changes ? ["runs", run, "rollouts", id, "differences"] : null, {}, { after: changes });
+  const measured = differences.data?.measured ?? [];
   return html`<h1>Rollout <span class="id">${id}</span></h1>
     <${Loaded} resource=${rollout}>${(found) => html`
       <${Panel} title="Where it stands" id="standing">
@@ -75,14 +82,14 @@ export function RolloutView({ run, id, query }) {
         ]} />
       <//>
       <div class="two">
-        <${Panel} title="Lag and drift" id="judged"><${Loaded} resource=${history}>${({ transitions }) => html`<${Judged} run=${run} rollout=${found} transitions=${transitions} />`}<//><//>
+        <${Panel} title="Lag and drift" id="judged"><${Loaded} resource=${history}>${({ transitions }) => html`<${Judged} run=${run} rollout=${found} transitions=${transitions} measured=${measured} />`}<//><//>
         <${Panel} title="Spans" id="spans">${found.spans.length ? html`<${Spans} run=${run} spans=${found.spans} source=${found.span_source} />` : html`<${Empty}>It gave no tokens.<//>`}<//>
       </div>
       <${Panel} title="History" id="history"><${Loaded} resource=${history}>${({ transitions }) => html`<${History} run=${run} transitions=${transitions} />`}<//><//>
       <${Panel} title="Tokens" id="tokens">
         ${found.tokens === 0 || evidence.problem?.code === "rollout_unknown"
           ? html`<${Empty}>No tokens are stored: ${found.tokens === 0 ? "the generation failed" : "retention has taken them"}.<//>`
-          : html`<${Loaded} resource=${evidence}>${(tokens) => html`<${Tokens} run=${run} id=${id} spans=${found.spans} evidence=${tokens} from=${Number(query.from ?? 0)} />`}<//>`}
+          : html`<${Loaded} resource=${evidence}>${(tokens) => html`<${Tokens} run=${run} id=${id} spans=${found.spans} evidence=${tokens} measured=${measured} query=${query} />`}<//><${Trouble} resource=${differences} />`}
       <//>`}
     <//>`;
 }
