@@ -225,7 +225,7 @@ def _blockers(
     elif not serving:
         add(
             "workers_fenced",
-            f"{producers.fenced} fenced",
+            ", ".join(f"{name} ({reason})" for name, reason in fences.items() if reason is not None),
             None,
             "Look why; let them load and ack the active version whole, as they do after a restart.",
         )

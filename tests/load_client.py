@@ -180,6 +180,8 @@ def train(runs: Sequence[Run], name: str, end: Path, report: Report) -> None:
         number += 1
         run = random.choice(runs)
         with _lost_races(), run.update(f"{name}:{number}") as update:
+            if update.view.state != "open":  # opened by a request whose answer came after its lease had ended
+                continue
             found = update.candidates(6) if random.random() < 0.5 else _anyone_s(run)
             if len(found) == 0:
                 update.abort("nothing to do")

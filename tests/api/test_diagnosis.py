@@ -91,7 +91,9 @@ async def test_workers_that_are_all_fenced(api: Api) -> None:
     ok(await ledger.call("POST", "/workers/v/fence", {"reason": "its disk is dying"}))
     assert await blockers(ledger) == ["nothing_generated"]
     ok(await ledger.call("POST", "/workers/w/fence", {"reason": "so is this one's"}))
-    assert (await blockers(ledger))[0] == "workers_fenced"
+    first = (await diagnosis(ledger))["blockers"][0]
+    told = "v (its disk is dying), w (so is this one's)"
+    assert (first["code"], first["detail"]) == ("workers_fenced", told)
     await lose(ledger)
     await ledger.worker("x")
     assert await blockers(ledger) == ["nothing_generated"]
