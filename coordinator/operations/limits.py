@@ -71,6 +71,8 @@ def network(address: str) -> str:
         parsed = ipaddress.ip_address(address)
     except ValueError:
         return address
+    if isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)  # as a socket that takes both shows those who come by IPv4
     return address if parsed.version == 4 else str(ipaddress.ip_network((parsed, 64), strict=False))
 
 

@@ -98,4 +98,6 @@ def test_without_a_bound_nothing_is_remembered(clock: Clock) -> None:
 def test_an_ipv6_host_is_its_network() -> None:
     assert network("2001:db8::1") == network("2001:db8::2") != network("2001:db8:0:1::1")
     assert network("10.0.0.1") != network("10.0.0.2")
+    assert network("::ffff:10.0.0.1") == network("10.0.0.1") != network("::ffff:10.0.0.2")
+    assert network("fe80::1%eth0") == network("fe80::2%eth0")
     assert network("testclient") == "testclient"
