@@ -17,6 +17,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from coordinator.errors import Refusal
+from coordinator.operations.good_tokens import GoodTokens
 from coordinator.operations.limits import Limits, unknown_token
 from coordinator.operations.token_uses import TokenUses
 from coordinator.storage.changes import Changes
@@ -79,6 +80,8 @@ FIND_TOKEN = text(f"""
 
 VALID_TOKENS = text(f"SELECT token_id FROM tokens WHERE token_id = ANY(CAST(:token_ids AS text[])) AND {_VALID}")
 
+VALID_HASHES = text(f"SELECT secret_hash FROM tokens WHERE {_VALID}")
+
 
 async def authenticate(connection: AsyncConnection, token: str) -> Caller | None:
     """The caller whose token this is; none if it is unknown, expired or revoked."""
@@ -91,6 +94,11 @@ async def authenticate(connection: AsyncConnection, token: str) -> Caller | None
 async def still_valid(connection: AsyncConnection, token_ids: Collection[str]) -> frozenset[str]:
     """Those of these tokens that are neither revoked nor expired."""
     return frozenset((await connection.scalars(VALID_TOKENS, {"token_ids": sorted(token_ids)})).all())
+
+
+async def valid_hashes(connection: AsyncConnection) -> frozenset[bytes]:
+    """The hashes of all tokens that are neither revoked nor expired."""
+    return frozenset((await connection.scalars(VALID_HASHES)).all())
 
 
 def token_id_of(token: str) -> str:
@@ -143,7 +151,8 @@ async def identify(request: Request, credentials: HTTPAuthorizationCredentials |
     digest = hash_token(credentials.credentials)
     limits: Limits = request.app.state.limits
     address = request.client.host if request.client else ""
-    limits.admit(digest, address)
+    good: GoodTokens = request.app.state.good_tokens
+    await limits.admit(digest, address, good.holds)
     caller = await (await database_of(request)).read(authenticate, credentials.credentials)
     if caller is None:
         limits.failed(digest, address)
