@@ -19,7 +19,8 @@ from coordinator.metrics.collector import Standings, watch_space
 from coordinator.metrics.endpoint import Readers, metrics_route
 from coordinator.metrics.standing import Standing
 from coordinator.openapi import document, page
-from coordinator.operations.access import still_valid
+from coordinator.operations.access import still_valid, valid_hashes
+from coordinator.operations.good_tokens import GoodTokens
 from coordinator.operations.limits import Limits
 from coordinator.operations.numbers import Numbers
 from coordinator.operations.readiness import Readiness
@@ -149,6 +150,7 @@ def create_app(
     app.state.locations = locations
     app.state.verifier = verifier
     app.state.limits = limits or Limits()
+    app.state.good_tokens = GoodTokens(lambda: database.read(valid_hashes))
     app.state.numbers = numbers
     app.state.readiness = readiness
     app.state.standing = standing

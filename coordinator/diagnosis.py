@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from coordinator.addresses import RunId
 from coordinator.errors import refusals
-from coordinator.operations.access import Anyone, DatabaseHere
+from coordinator.operations.access import Anyone, DatabaseHere, GuardedRoute
 from coordinator.policies import activation
 from coordinator.policies.queries import OPEN_ACTIVATION
 from coordinator.rollouts.queries import for_run
@@ -30,7 +30,7 @@ from coordinator.wire.diagnosis import (
 )
 from coordinator.workers import queries as worker_queries
 
-router = APIRouter(prefix="/v1/runs/{run_id}", tags=["runs"])
+router = APIRouter(prefix="/v1/runs/{run_id}", tags=["runs"], route_class=GuardedRoute)
 
 RECENT_SECONDS = 300.0
 

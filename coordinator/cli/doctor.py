@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,9 +45,26 @@ def _findings(data: Path, url: str | None, token: str | None) -> Iterator[Findin
     """One after the other, as they are found."""
     from coordinator.cli import findings
 
-    yield from findings.disk(data)
-    yield findings.artifact_store(data)
-    yield from _of_database(data)
+    yield from _as_far_as_let_in("data folder", lambda: findings.disk(data))
+    yield from _as_far_as_let_in("artifact store", lambda: [findings.artifact_store(data)])
+    yield from _as_far_as_let_in("database", lambda: _of_database(data))
+    yield from _as_far_as_let_in("server", lambda: _of_servers(data, url, token))
+
+
+def _as_far_as_let_in(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+    """What is found, and a fault where this user may not look: whoever asks wants the rest all the same."""
+    from coordinator.cli import findings
+
+    try:
+        yield from look()
+    except OSError as error:
+        next_step = "Give doctor as the user that runs the coordinator, who must own the data folder."
+        yield findings.fault(check, str(error), next_step)
+
+
+def _of_servers(data: Path, url: str | None, token: str | None) -> Iterator[Finding]:
+    from coordinator.cli import findings
+
     urls, token = url or _written(data / "address"), token or _written(data / "admin.token")
     yield from asyncio.run(_gathered(findings.servers(urls, token)))
 
@@ -88,6 +105,6 @@ async def _gathered(finding: AsyncIterator[Finding]) -> list[Finding]:
 
 def _written(file: Path) -> str | None:
     try:
-        return file.read_text(encoding="utf-8").strip() or None
+        return file.read_text(encoding="utf-8", errors="replace").strip() or None
     except (FileNotFoundError, NotADirectoryError):
         return None

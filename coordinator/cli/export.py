@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
@@ -86,6 +87,8 @@ def export(
     run: Run, file: Path, *, state: State | None, group_id: str | None, version: int | None, overwrite: bool
 ) -> int:
     """Write the rollouts that meet every filter to `file`, which appears whole or not at all. Answers how many."""
+    if file.is_dir():
+        raise Failure(f"{file} is a folder", "Name a file in it.", USAGE)
     if file.exists() and not overwrite:
         raise Failure(f"{file} is there already", "Name another file, or say --overwrite.", USAGE)
     filters = {"state": state, "group_id": group_id, "version": version}
@@ -99,7 +102,8 @@ def export(
             "coordinator.exported_at": datetime.now(UTC).isoformat(),
         }
     )
-    partial = file.with_name(f"{file.name}.partial")
+    # Of this export alone: one that was begun twice must not mix its rows with the other's.
+    partial = file.with_name(f"{file.name}.{secrets.token_hex(4)}.partial")
     try:
         with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
             rollouts = run.rollouts(state, group_id, version=version)

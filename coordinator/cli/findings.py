@@ -299,6 +299,12 @@ async def servers(urls: str | None, token: str | None) -> AsyncIterator[Finding]
 
 
 async def _server(http: httpx.AsyncClient, url: str, token: str | None) -> Finding:
+    if token is not None and not (token.isascii() and token.isprintable()):
+        return fault(
+            "server",
+            "the token holds characters that no token has",
+            "Correct COORDINATOR_TOKEN or DATA/admin.token: it is one line, as 'coordinator token create' printed it.",
+        )
     try:
         ready = await http.get(f"{url}/readyz")
         signed_in = await http.get(f"{url}/v1/runs", headers={"Authorization": f"Bearer {token}"}) if token else None

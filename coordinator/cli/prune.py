@@ -37,7 +37,9 @@ class Pruned(BaseModel):
 
 
 def prune(
-    older_than: Annotated[float, typer.Option("--older-than", min=0, metavar="DAYS", help="Over for so many days.")],
+    older_than: Annotated[
+        float, typer.Option("--older-than", min=0, max=36_500, metavar="DAYS", help="Over for so many days.")
+    ],
     run: Annotated[str | None, typer.Option(help="Of this run only; left out: of every run.")] = None,
     delete: Annotated[bool, typer.Option("--delete", help="Remove it; left out: only count it.")] = False,
     yes: Yes = False,

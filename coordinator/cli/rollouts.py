@@ -29,7 +29,7 @@ def list_rollouts(
     worker: Annotated[str | None, typer.Option(help="Of this worker.")] = None,
     reason: Annotated[str | None, typer.Option(help="Quarantined or set aside for just this reason.")] = None,
     task_source: Annotated[str | None, typer.Option(help="Of tasks from this source.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="How many at most.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, max=2**31 - 1, help="How many at most.")] = 100,
     after: Annotated[str | None, typer.Option(help="Continue after this rollout id.")] = None,
     data: Data = Path(".data"),
     url: Url = None,

@@ -169,12 +169,12 @@ def _parsed(text: str, what: str) -> Any:
     """The text as JSON, else as YAML, which does not take all that JSON takes."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         import yaml
 
         try:
             return yaml.safe_load(text)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise Failure(f"{what} is neither JSON nor YAML: {' '.join(str(error).split())}", code=USAGE) from error
 
 
@@ -192,10 +192,10 @@ def _validated(document: dict[str, Any]) -> CreateRun:
     """The body, or everything that it lacks, each with the option that gives it."""
     for place in ("contract", "policy", "policy.base_model"):  # what they lack is told part by part
         *outer, name = place.split(".")
-        holder = document
+        holder: Any = document
         for part in outer:
             holder = holder[part]
-        if holder.get(name) is None:
+        if isinstance(holder, dict) and holder.get(name) is None:
             _put(document, place, {})
     try:
         return CreateRun.model_validate(document)

@@ -26,7 +26,9 @@ def create(
     role: Annotated[str, typer.Option(help="admin, trainer, worker, reward or viewer.")],
     run: Annotated[str | None, typer.Option(help="Bind it to one run, which may be created later.")] = None,
     worker: Annotated[str | None, typer.Option(help="The worker id that a worker's token is bound to.")] = None,
-    days: Annotated[float | None, typer.Option(min=0.001, help="Days until it expires; left out: never.")] = None,
+    days: Annotated[
+        float | None, typer.Option(min=0.001, max=36_500, help="Days until it expires; left out: never.")
+    ] = None,
     data: Data = Path(".data"),
     as_json: AsJson = False,
 ) -> None:

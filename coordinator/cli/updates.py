@@ -20,7 +20,7 @@ app = typer.Typer(help="Updates, which are training steps: list, show.", no_args
 def list_updates(
     run: RunId,
     state: Annotated[UpdateState | None, typer.Option(help="In this state.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="How many at most.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=2**31 - 1, help="How many at most.")] = 20,
     oldest_first: Annotated[bool, typer.Option("--oldest-first", help="Begin with the first of the run.")] = False,
     data: Data = Path(".data"),
     url: Url = None,

@@ -65,6 +65,12 @@ class Connection:
         for address in urls:
             if not address.startswith(("http://", "https://")):
                 raise NotConfigured(f"the coordinator's address must begin with http:// or https://, not {address!r}")
+            try:
+                named = httpx.URL(address).host.encode("idna")  # as the look-up does
+            except (httpx.InvalidURL, UnicodeError) as error:
+                raise NotConfigured(f"the coordinator's address {address!r} cannot be read: {error}") from error
+            if not named:
+                raise NotConfigured(f"the coordinator's address names no host: {address!r}")
         if not token.isascii() or not token.isprintable() or not token:
             raise NotConfigured("the token is empty or holds characters that no token has: check its file or variable")
         self._urls = urls

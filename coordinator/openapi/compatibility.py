@@ -59,12 +59,26 @@ def contract(part: Any) -> Any:
     return [contract(inner) for inner in part] if isinstance(part, list) else part
 
 
+def _schemes(document: Json) -> Json:
+    """How a token is sent, by the name of the way."""
+    schemes: Json = contract(document.get("components", {}).get("securitySchemes", {}))
+    return {
+        name: {part: value for part, value in way.items() if part != "bearerFormat"} for name, way in schemes.items()
+    }
+
+
 class _Comparison:
     def __init__(self, old: Json, new: Json) -> None:
         self._old, self._new = old, new
         self._seen: set[tuple[str, str, Direction]] = set()
 
     def operations(self) -> Iterator[Change]:
+        if contract(self._old.get("servers")) != contract(self._new.get("servers")):
+            yield Change(True, "servers", "the calls are below another address")
+        schemes = _schemes(self._new)
+        for name, scheme in _schemes(self._old).items():
+            if schemes.get(name) != scheme:
+                yield Change(True, f"security scheme {name}", "a token is sent in another way")
         old, new = _operations(self._old), _operations(self._new)
         for call in old.keys() - new.keys():
             yield Change(True, call, "the call is gone")
@@ -92,6 +106,8 @@ class _Comparison:
             required = bool(new[name].get("required"))
             yield Change(required, f"{call}: {name}", f"a new {'required' if required else 'optional'} parameter")
         for name in sorted(old.keys() & new.keys()):
+            if any(old[name].get(form) != new[name].get(form) for form in ("style", "explode")):
+                yield Change(True, f"{call}: {name}", "it is written in another way")
             yield from _requirement(f"{call}: {name}", old[name], new[name], "request")
             yield from self._schema(f"{call}: {name}", old[name]["schema"], new[name]["schema"], "request")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from dataclasses import dataclass
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
-from fastapi import Depends, Request, Security
+from fastapi import Depends, Request, Response, Security
 from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
@@ -17,6 +17,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from coordinator.errors import Refusal
+from coordinator.operations.good_tokens import GoodTokens
 from coordinator.operations.limits import Limits, unknown_token
 from coordinator.operations.token_uses import TokenUses
 from coordinator.storage.changes import Changes
@@ -79,6 +80,8 @@ FIND_TOKEN = text(f"""
 
 VALID_TOKENS = text(f"SELECT token_id FROM tokens WHERE token_id = ANY(CAST(:token_ids AS text[])) AND {_VALID}")
 
+VALID_HASHES = text(f"SELECT secret_hash FROM tokens WHERE {_VALID}")
+
 
 async def authenticate(connection: AsyncConnection, token: str) -> Caller | None:
     """The caller whose token this is; none if it is unknown, expired or revoked."""
@@ -91,6 +94,11 @@ async def authenticate(connection: AsyncConnection, token: str) -> Caller | None
 async def still_valid(connection: AsyncConnection, token_ids: Collection[str]) -> frozenset[str]:
     """Those of these tokens that are neither revoked nor expired."""
     return frozenset((await connection.scalars(VALID_TOKENS, {"token_ids": sorted(token_ids)})).all())
+
+
+async def valid_hashes(connection: AsyncConnection) -> frozenset[bytes]:
+    """The hashes of all tokens that are neither revoked nor expired."""
+    return frozenset((await connection.scalars(VALID_HASHES)).all())
 
 
 def token_id_of(token: str) -> str:
@@ -131,33 +139,59 @@ class Allow:
 
 
 async def identify(request: Request, credentials: HTTPAuthorizationCredentials | None) -> Caller:
-    """Who sent this request, within the limits of the token and of its address. Refuses who is nobody."""
+    """Who sent this request, within the limits of the token and of its address. Refuses who is nobody.
+
+    It is found out once for each request.
+    """
+    known: Caller | None = getattr(request.state, "caller", None)
+    if known is not None:
+        return known
     if credentials is None:
         raise Refusal("unauthenticated", "the request carries no bearer token")
     digest = hash_token(credentials.credentials)
     limits: Limits = request.app.state.limits
     address = request.client.host if request.client else ""
-    limits.admit(digest, address)
+    good: GoodTokens = request.app.state.good_tokens
+    await limits.admit(digest, address, good.holds)
     caller = await (await database_of(request)).read(authenticate, credentials.credentials)
     if caller is None:
         limits.failed(digest, address)
         raise unknown_token()
     limits.passed(digest)
     (await token_uses_of(request)).note((caller.token_id,))
-    request.state.actor = caller.actor
+    request.state.actor, request.state.caller = caller.actor, caller
     return caller
+
+
+def _guards(dependant: Dependant) -> Iterator[Allow]:
+    for inner in dependant.dependencies:
+        if isinstance(inner.call, Allow):
+            yield inner.call
+        yield from _guards(inner)
+
+
+class GuardedRoute(APIRoute):
+    """A call whose body is read only when its sender is known and may make it.
+
+    FastAPI itself reads and parses a body before it asks for anything else: whoever reaches the port could have the
+    largest one parsed, which takes many times its size in memory, and everybody's time.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The handler that FastAPI makes, behind the guards of the endpoint."""
+        handle, guards = super().get_route_handler(), tuple(_guards(self.dependant))
+
+        async def guarded(request: Request) -> Response:
+            for guard in guards:
+                await guard(request, await _bearer(request))
+            return await handle(request)
+
+        return guarded
 
 
 def roles_of(route: APIRoute) -> tuple[Role, ...] | None:
     """The roles that an endpoint lets pass, as its `Allow` has them; none: it asks for no token."""
-
-    def guards(dependant: Dependant) -> Iterator[Allow]:
-        for inner in dependant.dependencies:
-            if isinstance(inner.call, Allow):
-                yield inner.call
-            yield from guards(inner)
-
-    allowed = [guard.roles for guard in guards(route.dependant)]
+    allowed = [guard.roles for guard in _guards(route.dependant)]
     return tuple(role for role in ALL_ROLES if all(role in roles for roles in allowed)) if allowed else None
 
 

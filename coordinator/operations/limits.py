@@ -10,7 +10,7 @@ import ipaddress
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -71,6 +71,8 @@ def network(address: str) -> str:
         parsed = ipaddress.ip_address(address)
     except ValueError:
         return address
+    if isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)  # as a socket that takes both shows those who come by IPv4
     return address if parsed.version == 4 else str(ipaddress.ip_network((parsed, 64), strict=False))
 
 
@@ -78,7 +80,7 @@ class Limits:
     """What one server process lets through. `requests_per_second` is for each token, `guesses` for each address.
 
     An address that tried too many different tokens that are none is refused before the next one is looked up, but for
-    tokens that were good here before: whoever shares the address with a guesser goes on.
+    tokens that are good: whoever shares the address with a guesser goes on.
     """
 
     def __init__(
@@ -92,12 +94,17 @@ class Limits:
         self._good: OrderedDict[bytes, float] = OrderedDict()
         self._none: OrderedDict[bytes, float] = OrderedDict()
 
-    def admit(self, digest: bytes, address: str) -> None:
-        """Refuses a request by its token's hash and its address, before the token is looked up."""
+    async def admit(self, digest: bytes, address: str, is_good: Callable[[bytes], Awaitable[bool]]) -> None:
+        """Refuses a request by its token's hash and its address, before the token is looked up.
+
+        `is_good` is asked of a token that is new here and comes from an address that guesses.
+        """
         if self._clock() < self._none.get(digest, 0.0):
             raise unknown_token()
         if digest not in self._good:
-            _refuse(self._failures.seconds_until(network(address)), "too many tokens that are none came from there")
+            seconds = self._failures.seconds_until(network(address))
+            if seconds > 0 and not await is_good(digest):
+                _refuse(seconds, "too many tokens that are none came from there")
         _refuse(self._requests.seconds_until(digest), "this token has sent more requests than it may")
         self._requests.take(digest)
 

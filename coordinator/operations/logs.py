@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator, MutableMapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
@@ -48,7 +50,9 @@ class Secrets:
     """Takes secrets out of a text: anything that looks like a token or a password, and those that are known."""
 
     def __init__(self, known: Iterable[str]) -> None:
-        self._known = sorted((secret for secret in known if len(secret) >= 4), key=len, reverse=True)
+        known = [secret for secret in known if len(secret) >= 4]
+        in_json = [json.dumps(secret, ensure_ascii=False)[1:-1] for secret in known]
+        self._known = sorted({*known, *in_json}, key=len, reverse=True)
 
     def hide(self, text: str) -> str:
         """The text without them."""
@@ -73,8 +77,15 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
     return told | dict(context())
 
 
+def _printable(text: str) -> str:
+    """The text without what would move a terminal's cursor or colour the rest; ends of lines stay."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
 class TextFormatter(logging.Formatter):
-    """`time level logger: message field=value ...`, on one line but for a trace."""
+    """`time level logger: message field=value ...`, on one line but for a trace, whose lines are indented."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line."""
@@ -82,8 +93,9 @@ class TextFormatter(logging.Formatter):
         fields = "".join(f" {name}={value}" for name, value in _fields(record).items())
         line = f"{_time(record)} {record.levelname.lower()} {record.name}: {said}{fields}"
         if record.exc_info:
-            line = f"{line}\n{self.formatException(record.exc_info)}"
-        return _secrets.hide(line)
+            trace = "\n".join(self.formatException(record.exc_info).splitlines())
+            line = f"{line}\n{textwrap.indent(trace, '  ')}"
+        return _secrets.hide(_printable(line))
 
 
 class JsonLines(JsonFormatter):
@@ -100,7 +112,7 @@ class JsonLines(JsonFormatter):
             log_data["exc_info"] = message_dict["exc_info"]
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line. What is hidden has no character that JSON escapes, so that it may be hidden in the line."""
+        """The line. What is hidden is hidden as JSON writes it, too, so that it may be hidden in the line."""
         return _secrets.hide(super().format(record))
 
 

@@ -29,12 +29,16 @@ def _write(folder: Path) -> None:
 
 
 class Readiness:
-    """Asks the database and the artifact store, each time anew."""
+    """Asks the database and the artifact store: anew each time, but once for all who ask meanwhile.
+
+    No token is needed to ask, so that a crowd must not cost more than one who asks.
+    """
 
     def __init__(self, database: Database, folder: Path) -> None:
         self._database = database
         self._folder = folder
         self._newest = newest()
+        self._looking: asyncio.Task[None] | None = None
         self._writing: asyncio.Task[None] | None = None
         self.ending = False
         """Set when the process was told to end: from then on it is not ready, and still answers."""
@@ -46,6 +50,12 @@ class Readiness:
         """
         if self.ending:
             raise Refusal("shutting_down", "this process was told to end")
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look())
+        # Who leaves must not take the answer of the others with him.
+        await asyncio.shield(self._looking)
+
+    async def _look(self) -> None:
         async with asyncio.timeout(PATIENCE_SECONDS):
             revision = await self._database.read(_revision)
         if revision != self._newest:

@@ -7,6 +7,7 @@ OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_EXPORTER_OTLP_HEADERS, OTEL_TRACES_SAMPLER and
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
@@ -26,6 +27,9 @@ from coordinator.storage.database import Database
 QUIET = "/healthz,/readyz,/metrics"
 """Asked every few seconds by machines: without spans."""
 
+CLOSE_SECONDS = 3.0
+"""For so long the last spans are sent: a collector that is away must not hold up a server that was told to end."""
+
 ADDRESSES = frozenset({"http.url", "http.target", "url.full", "url.path", "url.query"})
 
 
@@ -34,7 +38,9 @@ class Tracing:
 
     def __init__(self) -> None:
         named = Resource({"service.name": "rollout-coordinator", "service.version": version("rollout-coordinator")})
-        self._provider = TracerProvider(resource=Resource.create().merge(named).merge(OTELResourceDetector().detect()))
+        self._provider = TracerProvider(
+            resource=Resource.create().merge(named).merge(OTELResourceDetector().detect()), shutdown_on_exit=False
+        )
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         self._tracer = self._provider.get_tracer("coordinator")
 
@@ -50,8 +56,10 @@ class Tracing:
         database.span = self._database_span
 
     def close(self) -> None:
-        """Sends the last spans. Blocks."""
-        self._provider.shutdown()
+        """Sends the last spans, as far as the collector takes them in time. Blocks."""
+        closing = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
+        closing.start()
+        closing.join(CLOSE_SECONDS)
 
     @contextlib.contextmanager
     def _database_span(self, name: str) -> Iterator[None]:

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Query, Request, Response, status
 from coordinator.addresses import ActivationId, RunId, VersionNumber
 from coordinator.errors import refusals
 from coordinator.media import AGAIN
-from coordinator.operations.access import Anyone, ChangesHere, DatabaseHere, Trainer
+from coordinator.operations.access import Anyone, ChangesHere, DatabaseHere, GuardedRoute, Trainer
 from coordinator.policies import activation, reading, service
 from coordinator.runs.service import get_run
 from coordinator.storage.locations import Locations
@@ -26,7 +26,7 @@ from coordinator.wire.policies import (
     Watch,
 )
 
-router = APIRouter(prefix="/v1/runs/{run_id}", tags=["policies"])
+router = APIRouter(prefix="/v1/runs/{run_id}", tags=["policies"], route_class=GuardedRoute)
 
 
 async def locations_of(request: Request) -> Locations:

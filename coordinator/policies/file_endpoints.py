@@ -12,14 +12,14 @@ from fastapi.responses import StreamingResponse
 
 from coordinator.addresses import FileName, RunId, VersionNumber
 from coordinator.errors import Refusal, refusals
-from coordinator.operations.access import Anyone, ChangesHere, DatabaseHere, Trainer
+from coordinator.operations.access import Anyone, ChangesHere, DatabaseHere, GuardedRoute, Trainer
 from coordinator.policies import files
 from coordinator.policies.endpoints import LocationsHere
 from coordinator.policies.verification import Verifier
 from coordinator.storage.artifacts import CHUNK, ArtifactStore
 from coordinator.wire.policies import FileUpload, PolicyView
 
-router = APIRouter(prefix="/v1/runs/{run_id}/policies/{version}", tags=["policies"])
+router = APIRouter(prefix="/v1/runs/{run_id}/policies/{version}", tags=["policies"], route_class=GuardedRoute)
 
 
 async def store_of(request: Request) -> ArtifactStore:

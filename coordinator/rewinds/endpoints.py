@@ -9,7 +9,7 @@ from fastapi import APIRouter, Response, status
 from coordinator.addresses import RewindId, RollbackId, RunId, VersionNumber
 from coordinator.errors import Refusal, refusals
 from coordinator.media import AGAIN
-from coordinator.operations.access import Admin, Anyone, Caller, ChangesHere, DatabaseHere, Trainer
+from coordinator.operations.access import Admin, Anyone, Caller, ChangesHere, DatabaseHere, GuardedRoute, Trainer
 from coordinator.policies.endpoints import LocationsHere
 from coordinator.policies.file_endpoints import Store
 from coordinator.policies.files import commit as commit_version
@@ -29,7 +29,7 @@ from coordinator.wire.rewinds import (
     WithdrawView,
 )
 
-router = APIRouter(prefix="/v1/runs/{run_id}", tags=["rewinds"])
+router = APIRouter(prefix="/v1/runs/{run_id}", tags=["rewinds"], route_class=GuardedRoute)
 
 View = TypeVar("View", RewindView, RollbackView, WithdrawView)
 

@@ -23,7 +23,15 @@ from coordinator.addresses import (
 from coordinator.body import read_body
 from coordinator.errors import refusals
 from coordinator.media import arrow_answer, json_or_arrow
-from coordinator.operations.access import Admin, Anyone, ChangesHere, DatabaseHere, RewardCaller, WorkerCaller
+from coordinator.operations.access import (
+    Admin,
+    Anyone,
+    ChangesHere,
+    DatabaseHere,
+    GuardedRoute,
+    RewardCaller,
+    WorkerCaller,
+)
 from coordinator.operations.numbers import NumbersHere
 from coordinator.rollouts import arrival, audit, differences, failures, quarantine, reading, rewards
 from coordinator.runs.service import get_run
@@ -57,7 +65,7 @@ from coordinator.wire.rollouts import (
     State,
 )
 
-router = APIRouter(prefix="/v1/runs/{run_id}", tags=["rollouts"])
+router = APIRouter(prefix="/v1/runs/{run_id}", tags=["rollouts"], route_class=GuardedRoute)
 
 EVIDENCE = arrow_answer(
     EVIDENCE_SCHEMA, RolloutEvidence, metadata={"missing": "the ids that have no tokens here, or no more"}

@@ -9,11 +9,11 @@ from fastapi import APIRouter, Query, Response, status
 from coordinator.addresses import AfterNumber, Limit, NewestFirst, RunId
 from coordinator.errors import refusals
 from coordinator.media import AGAIN
-from coordinator.operations.access import Admin, Anyone, DatabaseHere
+from coordinator.operations.access import Admin, Anyone, DatabaseHere, GuardedRoute
 from coordinator.runs import service
 from coordinator.wire.runs import CreateRun, FailureList, Journal, RunCounts, RunList, RunView, Stage
 
-router = APIRouter(prefix="/v1/runs", tags=["runs"])
+router = APIRouter(prefix="/v1/runs", tags=["runs"], route_class=GuardedRoute)
 
 
 @router.post(

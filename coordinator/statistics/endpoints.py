@@ -8,11 +8,11 @@ from fastapi import APIRouter, Depends, Query, Request
 
 from coordinator.addresses import RunId
 from coordinator.errors import refusals
-from coordinator.operations.access import Anyone
+from coordinator.operations.access import Anyone, GuardedRoute
 from coordinator.statistics.service import Recent
 from coordinator.wire.statistics import Statistics
 
-router = APIRouter(prefix="/v1/runs/{run_id}", tags=["runs"])
+router = APIRouter(prefix="/v1/runs/{run_id}", tags=["runs"], route_class=GuardedRoute)
 
 
 async def recent_of(request: Request) -> Recent:

@@ -29,6 +29,10 @@ KEPT_SECONDS = 1.0
 """An answer serves everybody who asks for the same within this time."""
 STATEMENT_MILLISECONDS = 5000
 """What one statement may take. A page that is looked at must not slow the run down that it shows."""
+AT_ONCE = 2
+"""Measured at once in one process: the database's connections are the run's own, and a page has one or two of them."""
+MOST_WAITING = 30
+"""Different questions that wait for their turn; more are refused, for nobody would still be there for the answers."""
 BINS_TO_LIMIT = 10
 """Bins of drift from 0 to the limit; as many again lie beyond it."""
 MOST_VERSIONS = 32
@@ -54,23 +58,30 @@ Measure = Callable[[str, int, int], Awaitable[Statistics]]
 
 
 class Recent:
-    """Answers that were made within the last second, and those that are being made: one read for all who ask."""
+    """Answers that were made within the last second, and those that are being made: one read for all who ask.
+
+    Different windows are different questions, of which anybody can ask many: they take turns.
+    """
 
     def __init__(self, measure: Measure) -> None:
         self._measure = measure
+        self._turn = asyncio.Semaphore(AT_ONCE)
         self._answers: dict[Key, asyncio.Task[Statistics]] = {}
 
     async def get(self, run_id: str, window_seconds: int, buckets: int) -> Statistics:
         """The statistics of a run, at most about a second old."""
         key = run_id, window_seconds, buckets
         if key not in self._answers:
+            if sum(not task.done() for task in self._answers.values()) >= AT_ONCE + MOST_WAITING:
+                raise Refusal("unavailable", "too many different statistics are asked for; ask again in a moment")
             self._answers[key] = asyncio.create_task(self._measured(key))
         # Who leaves must not take the answer of the others with him.
         return await asyncio.shield(self._answers[key])
 
     async def _measured(self, key: Key) -> Statistics:
         try:
-            answer = await self._measure(*key)
+            async with self._turn:
+                answer = await self._measure(*key)
         except BaseException:
             del self._answers[key]
             raise

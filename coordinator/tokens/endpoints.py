@@ -6,11 +6,11 @@ from fastapi import APIRouter, status
 
 from coordinator.addresses import TokenId
 from coordinator.errors import refusals
-from coordinator.operations.access import Admin, DatabaseHere
+from coordinator.operations.access import Admin, DatabaseHere, GuardedRoute
 from coordinator.tokens import service
 from coordinator.wire.tokens import CreatedToken, CreateToken, TokenList, TokenView
 
-router = APIRouter(prefix="/v1/tokens", tags=["tokens"])
+router = APIRouter(prefix="/v1/tokens", tags=["tokens"], route_class=GuardedRoute)
 
 
 @router.post("", status_code=status.HTTP_201_CREATED, responses=refusals("token_conflict"))

@@ -13,7 +13,7 @@ from coordinator.addresses import AfterUpdate, HashFilter, IdFilter, Limit, Newe
 from coordinator.body import read_body
 from coordinator.errors import Refusal, refusals
 from coordinator.media import AGAIN, arrow_answer, json_or_arrow
-from coordinator.operations.access import Anyone, ChangesHere, DatabaseHere, Trainer
+from coordinator.operations.access import Anyone, ChangesHere, DatabaseHere, GuardedRoute, Trainer
 from coordinator.operations.numbers import NumbersHere
 from coordinator.runs.service import get_run
 from coordinator.storage.database import Database
@@ -45,8 +45,8 @@ from coordinator.wire.updates import (
     UpdateView,
 )
 
-router = APIRouter(prefix="/v1/runs/{run_id}/updates", tags=["updates"])
-line = APIRouter(prefix="/v1/runs/{run_id}", tags=["updates"])
+router = APIRouter(prefix="/v1/runs/{run_id}/updates", tags=["updates"], route_class=GuardedRoute)
+line = APIRouter(prefix="/v1/runs/{run_id}", tags=["updates"], route_class=GuardedRoute)
 
 OWNED = ("run_unknown", "update_unknown", "update_owned")
 OPEN = (*OWNED, "update_fenced", "lease_expired")

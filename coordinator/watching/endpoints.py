@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response, status
 
 from coordinator.addresses import ActivationId, RunId
 from coordinator.errors import Refusal, refusals
-from coordinator.operations.access import Anyone, DatabaseHere
+from coordinator.operations.access import Anyone, DatabaseHere, GuardedRoute
 from coordinator.policies.endpoints import WatchersHere
 from coordinator.watching import timeline
 from coordinator.watching.feeds import Feeds
@@ -16,7 +16,7 @@ from coordinator.watching.stream import EventStream, told
 from coordinator.wire.event_stream import MEDIA_TYPE, encode_event
 from coordinator.wire.timelines import ActivationTimeline
 
-router = APIRouter(prefix="/v1/runs/{run_id}")
+router = APIRouter(prefix="/v1/runs/{run_id}", route_class=GuardedRoute)
 
 STREAM: dict[int | str, dict[str, Any]] = {
     200: {

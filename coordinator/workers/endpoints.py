@@ -6,7 +6,7 @@ from fastapi import APIRouter
 
 from coordinator.addresses import RunId, WorkerId
 from coordinator.errors import refusals
-from coordinator.operations.access import Admin, Anyone, ChangesHere, DatabaseHere, WorkerCaller
+from coordinator.operations.access import Admin, Anyone, ChangesHere, DatabaseHere, GuardedRoute, WorkerCaller
 from coordinator.wire.policies import Watch
 from coordinator.wire.workers import (
     Ack,
@@ -24,7 +24,7 @@ from coordinator.wire.workers import (
 )
 from coordinator.workers import acks, service, tickets
 
-router = APIRouter(prefix="/v1/runs/{run_id}/workers", tags=["workers"])
+router = APIRouter(prefix="/v1/runs/{run_id}/workers", tags=["workers"], route_class=GuardedRoute)
 
 LIVE = ("run_unknown", "worker_unknown", "incarnation_superseded", "incarnation_unknown")
 

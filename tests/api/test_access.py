@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from typing import Any, get_args
 
@@ -117,6 +118,26 @@ async def test_every_call_for_every_role_is_as_the_table_says(api: Api) -> None:
                 answer = await answered(api, where, api.secrets[name])
                 assert let_pass(answer) == passes, (call, name, cell, answer)
                 assert passes or answer == (403, "forbidden"), (call, name, answer)
+
+
+async def test_nobody_has_a_body_read_for_a_call_that_he_may_not_make(api: Api) -> None:
+    """A large body takes many times its size to parse: that is for those who may send it."""
+    await Ledger.create(api)
+    await api.token("viewer", "viewer", "other")
+
+    async def unread() -> AsyncIterator[bytes]:
+        pytest.fail("the body was read")
+        yield b""
+
+    document = api.app.openapi()
+    calls = [call for call in TABLE if "requestBody" in document["paths"][call.split()[1]][call.split()[0].lower()]]
+    assert len(calls) > 20
+    for call in calls:
+        for token, code in ((None, 401), ("rct_0123456789ab_wrong", 401), (api.secrets["viewer"], 403)):
+            headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {})
+            method, path = filled(call, document)
+            response = await api.http.request(method, path, headers=headers, content=unread())
+            assert response.status_code == code, (call, token, response.text)
 
 
 async def test_bound_tokens_stay_in_their_run_and_with_their_worker(ledger: Ledger) -> None:

@@ -77,6 +77,29 @@ async def test_one_read_serves_all_who_ask_at_once(api: Api) -> None:
     assert len({answer.at for answer in answers}) == 1
 
 
+async def test_many_different_windows_take_turns_and_have_a_bound() -> None:
+    """One who asks for ever other windows must not hold the connections that the run needs."""
+    under_way, most, release = 0, 0, asyncio.Event()
+
+    async def measure(*_: object) -> Any:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await release.wait()
+        under_way -= 1
+
+    recent = service.Recent(measure)
+    allowed = service.AT_ONCE + service.MOST_WAITING
+    asking = [asyncio.create_task(recent.get("run", 60 + n, 1)) for n in range(allowed + 5)]
+    await asyncio.wait(asking[allowed:])
+    assert {str(task.exception())[:11] for task in asking[allowed:]} == {"unavailable"}
+    also = asyncio.create_task(recent.get("run", 60, 1))  # who asks for what is being measured is never refused
+    release.set()
+    await asyncio.gather(also, *asking[:allowed])
+    assert most == service.AT_ONCE
+    await recent.get("run", 1000, 1)
+
+
 async def test_a_run_that_is_not_there_and_windows_out_of_range(api: Api) -> None:
     ledger = await Ledger.create(api)
     refused(await api.call("GET", "/runs/none/statistics"), 404, "run_unknown")

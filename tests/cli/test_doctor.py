@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -170,3 +172,40 @@ def test_space_is_short_below_one_gib_and_scarce_below_ten(free: int, total: int
 )
 def test_clocks_are_apart_by_more_than_a_second_and_the_doubt(apart: float, uncertain: float, verdict: str) -> None:
     assert clocks(apart, uncertain).verdict == verdict
+
+
+@pytest.fixture
+def closed_to_us(tmp_path: Path) -> Iterator[Path]:
+    """A data folder of which this user may read nothing but that it is there."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "address").write_text("http://127.0.0.1:1")
+    was = os.geteuid()
+    folder.chmod(0o600)
+    if was == 0:  # to whom no folder is closed
+        os.seteuid(65534)
+    try:
+        yield folder
+    finally:
+        os.seteuid(was)
+        folder.chmod(0o700)
+
+
+def test_a_folder_that_is_closed_ends_no_check_of_the_rest(command: Command, closed_to_us: Path) -> None:
+    done = command("doctor", "--data", str(closed_to_us), "--json")
+    assert (done.code, done.err) == (1, "")
+    told = wrong(done)
+    assert told.keys() >= {"artifact store", "database", "server"}
+    assert all("Permission denied" in text for verdict, text in told.values() if verdict == "fault")
+
+
+@pytest.mark.parametrize("written", [b"\xff\xfe\x00", "gehe\u00efm".encode(), b"two\nlines", b"\x1b[31mred"])
+def test_a_token_file_that_holds_no_token_is_a_finding(
+    command: Command, server: ServerProcess, tmp_path: Path, written: bytes
+) -> None:
+    (tmp_path / "admin.token").write_bytes(written)
+    (tmp_path / "address").write_text(server.url)
+    done = command("doctor", "--data", str(tmp_path), "--json")
+    verdict, text = wrong(done)["server"]
+    assert (done.err, verdict) == ("", "fault")
+    assert "characters that no token has" in text

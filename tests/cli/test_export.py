@@ -136,3 +136,20 @@ def test_a_file_appears_whole_or_not_at_all(
     nowhere = cli("rollouts", "export", "sums", str(tmp_path / "none" / "x.parquet"))
     assert (nowhere.code, nowhere.out) == (1, "")
     assert "none" in nowhere.err
+
+
+def test_an_export_that_is_begun_twice_leaves_one_whole_file(
+    cli: Command, sums: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a timer begins the next one while the last still reads."""
+    read, file = Run.evidence_of, tmp_path / "twice.parquet"
+
+    def meanwhile(run: Run, rollout_ids: list[str]) -> object:
+        monkeypatch.setattr(Run, "evidence_of", read)
+        assert export.export(sums, file, state=None, group_id="g0", version=None, overwrite=True) == 2
+        return read(run, rollout_ids)
+
+    monkeypatch.setattr(Run, "evidence_of", meanwhile)
+    assert cli("rollouts", "export", "sums", str(file)).code == 0
+    assert pq.read_table(file).num_rows == 8
+    assert list(tmp_path.iterdir()) == [file]

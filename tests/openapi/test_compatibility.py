@@ -85,6 +85,14 @@ BREAKING: dict[str, tuple[Callable[[Json], Any], str]] = {
     "a path": (lambda d: d["paths"].pop(RUN + "/watch"), "the call is gone"),
     "a name": (lambda d: call(d, "get", RUN).update(operationId="show_run"), "operationId"),
     "a token is asked for": (lambda d: call(d, "get", "/healthz").update(security=[{"HTTPBearer": []}]), "token"),
+    "a token is sent in another way": (
+        lambda d: d["components"]["securitySchemes"].update(HTTPBearer={"type": "http", "scheme": "basic"}),
+        "security scheme HTTPBearer",
+    ),
+    "another base address": (lambda d: d.update(servers=[{"url": "/api"}]), "servers"),
+    "a parameter is written in another way": (
+        lambda d: parameter(d, "get", RUN + "/rollouts", "limit").update(explode=False), "in another way",
+    ),
     "a role": (lambda d: call(d, "get", RUN)["x-roles"].remove("viewer"), "role viewer"),
     "a parameter": (lambda d: call(d, "get", RUN + "/rollouts")["parameters"].pop(), "parameter is gone"),
     "a new required parameter": (lambda d: add_parameter(d, True), "a new required parameter"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sys
 
 import pytest
 
@@ -64,3 +65,33 @@ def test_a_line_names_the_ids_that_are_ids() -> None:
 )
 def test_what_looks_like_a_secret_or_is_known_as_one_is_hidden(text: str, hidden: str) -> None:
     assert logs.Secrets(["given-secret", "abc"]).hide(text) == hidden
+
+
+HOSTILE = "a\x1b[2Jb\x9b31mc\x07\x7f\u202e\ud800\n2030-01-01T00:00:00.000Z info coordinator.requests: forged"
+
+
+def failed(message: str) -> logging.LogRecord:
+    """A line with the trace of a failure that says this."""
+    try:
+        raise ValueError(message)
+    except ValueError:
+        return logging.LogRecord("coordinator.test", logging.ERROR, __file__, 1, "failed", (), sys.exc_info())
+
+
+def test_a_text_moves_no_cursor_and_forges_no_line() -> None:
+    for line in (logs.TextFormatter().format(record("%s", HOSTILE)), logs.TextFormatter().format(failed(HOSTILE))):
+        first, *trace = line.split("\n")
+        assert all(part.isprintable() for part in (first, *trace))
+        assert "\\x1b[2Jb\\x9b31mc\\x07\\x7f\\u202e\\ud800" in line
+        assert all(part.startswith("  ") for part in trace)
+    said, trace_lines = logs.JsonLines().format(record("%s", HOSTILE)), logs.JsonLines().format(failed(HOSTILE))
+    assert json.loads(said)["message"] == HOSTILE
+    assert HOSTILE in json.loads(trace_lines)["exc_info"]
+    assert "\n" not in said + trace_lines
+
+
+def test_a_secret_is_hidden_as_json_writes_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = 'pa"ss\\w\u00f6rd'
+    monkeypatch.setattr(logs, "_secrets", logs.Secrets([secret]))
+    assert json.loads(logs.JsonLines().format(record("it is %s", secret)))["message"] == "it is ***"
+    assert logs.TextFormatter().format(record("it is %s", secret)).endswith("it is ***")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -35,6 +36,27 @@ async def test_another_schema_is_not(api: Api) -> None:
     async with api.database.engine.begin() as connection:
         await connection.execute(text("UPDATE alembic_version SET version_num = '0001'"))
     assert "0001" in refused(await ready(api), 503, "not_ready")["detail"]
+
+
+async def test_a_crowd_that_asks_costs_as_much_as_one(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, release = 0, asyncio.Event()
+    read = api.database.read
+
+    async def slow(work: Any, *args: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        await release.wait()
+        return await read(work, *args)
+
+    monkeypatch.setattr(api.database, "read", slow)
+    crowd = [asyncio.create_task(api.app.state.readiness.check()) for _ in range(20)]
+    await asyncio.sleep(0)
+    crowd[0].cancel()
+    release.set()
+    await asyncio.gather(*crowd[1:])
+    assert asked == 1
+    assert (await ready(api)).status_code == 200
+    assert asked == 2
 
 
 async def test_a_store_that_takes_no_file_is_not(api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
