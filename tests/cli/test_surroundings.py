@@ -26,7 +26,8 @@ PROGRAM = str(Path(sys.prefix) / "bin" / "coordinator")
 
 
 def environment(server: ServerProcess, **more: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("COORDINATOR_", "LC_", "LANG"))}
+    ours = ("COORDINATOR_", "LC_", "LANG", "COLUMNS", "LINES")  # the last two would stand for the terminal's own size
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     return kept | {"LC_ALL": "C.UTF-8", "COORDINATOR_DATA": str(server.data)} | more
 
 
