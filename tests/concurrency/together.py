@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,12 +26,21 @@ from tests.client.runs import LOG_PROB, new_run
 T = TypeVar("T")
 
 
+_turns = itertools.count()
+
+
 def at_once(*calls: Callable[[], T]) -> list[T | Refused]:
-    """What each call came to, all of them started together."""
+    """What each call came to, all of them started together; but in turns one of them a moment late.
+
+    On a machine where the same one always wins, each order is seen so nevertheless.
+    """
     barrier = threading.Barrier(len(calls))
+    late = calls[turn] if (turn := next(_turns) % (len(calls) + 1)) < len(calls) else None
 
     def wait_and(call: Callable[[], T]) -> T | Refused:
         barrier.wait()
+        if call is late:
+            time.sleep(random.uniform(0.005, 0.03))
         try:
             return call()
         except Refused as refused:
