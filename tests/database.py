@@ -18,7 +18,7 @@ from coordinator.storage.migrations import upgrade
 from coordinator.storage.postgres import EmbeddedPostgres
 
 TEMPLATE = "migrated"
-DROPPED_AT_ONCE = 32
+DROPPED_AT_ONCE = 8
 MEMORY = Path("/dev/shm")
 ROOM_BYTES = 6 * 2**30
 
@@ -26,14 +26,16 @@ ROOM_BYTES = 6 * 2**30
 class Databases:
     """Databases on one server, which go with it or a little after they were given back.
 
-    To drop one takes a checkpoint, longer than most tests; to drop many takes little more than one. A thousand of
-    them would fill a small disk.
+    To drop one takes a checkpoint, on a disk longer than most tests; to drop some takes little more than one. A thousand
+    of them would fill a small disk, or the memory.
     """
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._numbers = itertools.count()
         self._given_back: list[str] = []
+        # What lies in memory stays small, beside the engines that other tests start.
+        asyncio.run(self._execute(["ALTER SYSTEM SET max_wal_size = '192MB'", "SELECT pg_reload_conf()"]))
         self.create(TEMPLATE)
         upgrade(self.url_of(TEMPLATE))
 
