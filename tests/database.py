@@ -26,8 +26,8 @@ ROOM_BYTES = 6 * 2**30
 class Databases:
     """Databases on one server, which go with it or a little after they were given back.
 
-    To drop one takes a checkpoint, on a disk longer than most tests; to drop some takes little more than one. A thousand
-    of them would fill a small disk, or the memory.
+    To drop one takes a checkpoint, on a disk longer than most tests; to drop some takes little more than one. A
+    thousand of them would fill a small disk, or the memory.
     """
 
     def __init__(self, url: str) -> None:
