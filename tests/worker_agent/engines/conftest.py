@@ -13,6 +13,9 @@ from worker_agent.engines.transformers_engine import TransformersEngine
 from worker_agent.engines.verl_engine import VerlEngine
 from worker_agent.engines.vllm_server import VllmServerEngine
 
+# Ray ends its workers at 95 % of the machine's memory, which is here not its own: other tests' engines are in it too.
+os.environ.setdefault("RAY_memory_usage_threshold", "0.98")
+
 # By engine, the fixture that has it. Tests of one engine run in one process, so that it is started once.
 ENGINES = [
     pytest.param("reference", marks=pytest.mark.xdist_group("vllm-server"), id="transformers"),
