@@ -2,16 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from coordinator.client import Run
-from coordinator.wire.runs import GenerationContract, RunView
+from coordinator.wire.policies import BaseModelIdentity
+from coordinator.wire.runs import FirstPolicy, GenerationContract, RunView
 from worker_agent.engines.engine import Engine, Sampling
 from worker_agent.models import ModelIdentity
 
 
 class ContractMismatch(Exception):
     """This worker would generate under another contract than the run's; the message names every field."""
+
+
+class OfModel(TypedDict):
+    """The fields of `CreateRun` that the model decides."""
+
+    contract: GenerationContract
+    vocab_size: int
+    policy: FirstPolicy
+
+
+def run_of(model: ModelIdentity, dtype: Literal["float32", "bfloat16", "float16", "float8"] = "float32") -> OfModel:
+    """What a run on this model is created with: raw log-probs, temperature 1, nothing truncated."""
+    return {
+        "contract": GenerationContract(
+            tokenizer_hash=model.tokenizer_hash,
+            chat_template_hash=model.chat_template_hash,
+            temperature=1.0,
+            top_p=1.0,
+            logprobs_mode="raw",
+            dtype=dtype,
+        ),
+        "vocab_size": model.vocab_size,
+        "policy": FirstPolicy(
+            base_model=BaseModelIdentity(name=model.name, revision=model.revision, sha256=model.sha256)
+        ),
+    }
 
 
 def generation_contract(engine: Engine, model: ModelIdentity, sampling: Sampling) -> GenerationContract:

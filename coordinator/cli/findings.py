@@ -21,6 +21,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
 from coordinator.cli.output import seconds_in_words, shown
+from coordinator.storage.artifacts import sync_folder
 from coordinator.storage.database import Database, DatabaseError, check_durability, connect
 from coordinator.storage.migrations import check_schema, newest
 from coordinator.storage.notices import listening_connection
@@ -122,7 +123,7 @@ def artifact_store(data: Path) -> Finding:
                         "to one upload.",
                     )
         name.rename(moved)
-        _sync(folder)
+        sync_folder(folder)
     except OSError as error:
         return fault(
             check,
@@ -133,14 +134,6 @@ def artifact_store(data: Path) -> Finding:
         for path in (name, moved):
             path.unlink(missing_ok=True)
     return ok(check, f"{folder} can be written; fsync and flock work")
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # the database

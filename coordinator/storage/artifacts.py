@@ -164,7 +164,7 @@ class ArtifactStore:
             raise NoSpaceError(f"{target.parent} leads out of the artifact store")
         upload.rename(target)
         for folder in (target.parent, self.folder):
-            _sync_folder(folder)
+            sync_folder(folder)
 
     async def digest(
         self, opened: Callable[[], BinaryIO], advanced: Callable[[int], None] = lambda _: None, *, remote: bool = False
@@ -248,7 +248,8 @@ def _hash_piece(file: BinaryIO, digest: hashlib._Hash) -> int:
     return len(piece)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Makes durable what was put into the folder or renamed there."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 from coordinator.client import Coordinator, Refused
-from coordinator.wire.policies import BaseModelIdentity
-from coordinator.wire.runs import CreateRun, FirstPolicy, GenerationContract, RunSettings
+from coordinator.wire.runs import CreateRun, RunSettings
 from coordinator.wire.tokens import Role
+from worker_agent.contract import run_of
 from worker_agent.models import identify, tiny_qwen2
 
 DAY = 24 * 3600
@@ -41,24 +41,7 @@ HOLDERS: dict[str, Role] = {
 def create_run(coordinator: Coordinator, run_id: str, model: Path) -> None:
     """The run of the model in this folder, which is made where it is missing."""
     identity = identify(tiny_qwen2(model))
-    contract = GenerationContract(
-        tokenizer_hash=identity.tokenizer_hash,
-        chat_template_hash=identity.chat_template_hash,
-        temperature=1.0,
-        top_p=1.0,
-        logprobs_mode="raw",
-        dtype="float32",
-    )
-    base = BaseModelIdentity(name=identity.name, revision=identity.revision, sha256=identity.sha256)
-    coordinator.create_run(
-        CreateRun(
-            run_id=run_id,
-            settings=SETTINGS,
-            contract=contract,
-            vocab_size=identity.vocab_size,
-            policy=FirstPolicy(base_model=base),
-        )
-    )
+    coordinator.create_run(CreateRun(run_id=run_id, settings=SETTINGS, **run_of(identity)))
 
 
 def still_counts(url: str, file: Path, run_id: str) -> bool:

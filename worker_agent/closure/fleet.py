@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from coordinator.client import Candidates, Run
-from coordinator.wire.policies import BaseModelIdentity
 from coordinator.wire.rollouts import Reward
-from coordinator.wire.runs import CreateRun, FirstPolicy, GenerationContract, RunSettings
+from coordinator.wire.runs import CreateRun, RunSettings
 from worker_agent.closure.fixture import Fixture
 from worker_agent.closure.profile import MAX_DRIFT, MAX_LAG, ClosureError
 from worker_agent.closure.result import ArmResult, CoordinatorResult, Verdict, WorkerAck, now
+from worker_agent.contract import run_of
 from worker_agent.demo.production import WORKERS, Plot, Production
 from worker_agent.demo.task import exact_sum, source_hash
 from worker_agent.learner.publishing import publish_adapter
@@ -54,23 +54,11 @@ class Fleet:
 
     def _create_run(self) -> Run:
         production = self._production
-        identity = identify(production.plot.model)
-        base = BaseModelIdentity(name=identity.name, revision=identity.revision, sha256=identity.sha256)
-        contract = GenerationContract(
-            tokenizer_hash=identity.tokenizer_hash,
-            chat_template_hash=identity.chat_template_hash,
-            temperature=1.0,
-            top_p=1.0,
-            logprobs_mode="raw",
-            dtype=self._dtype,
-        )
         return production.coordinator.create_run(
             CreateRun(
                 run_id=production.run_id,
                 settings=RunSettings(max_lag=MAX_LAG, max_drift=MAX_DRIFT, group_size=1),
-                contract=contract,
-                vocab_size=identity.vocab_size,
-                policy=FirstPolicy(base_model=base),
+                **run_of(identify(production.plot.model), self._dtype),
             )
         )
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 
 from coordinator.client import Coordinator, Run
-from coordinator.wire.policies import BaseModelIdentity
-from coordinator.wire.runs import CreateRun, FirstPolicy, GenerationContract, RunSettings
+from coordinator.wire.runs import CreateRun, RunSettings
+from worker_agent.contract import run_of
 from worker_agent.demo.cast import Cast, DemoError
 from worker_agent.demo.task import named_exercise
 from worker_agent.models import identify
@@ -82,7 +82,6 @@ class Production:
 
     def create_run(self, others: tuple[str, ...] = ()) -> None:
         """Create the run with its admission rule, and a token for each process and each of the `others` (workers)."""
-        identity = identify(self.plot.model)
         self.coordinator.create_run(
             CreateRun(
                 run_id=self.run_id,
@@ -94,18 +93,7 @@ class Production:
                     min_usable=2,
                     groups_per_update=self.plot.groups,
                 ),
-                contract=GenerationContract(
-                    tokenizer_hash=identity.tokenizer_hash,
-                    chat_template_hash=identity.chat_template_hash,
-                    temperature=1.0,
-                    top_p=1.0,
-                    logprobs_mode="raw",
-                    dtype="float32",
-                ),
-                vocab_size=identity.vocab_size,
-                policy=FirstPolicy(
-                    base_model=BaseModelIdentity(name=identity.name, revision=identity.revision, sha256=identity.sha256)
-                ),
+                **run_of(identify(self.plot.model)),
             )
         )
         for name in (*WORKERS, *others):
