@@ -10,6 +10,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from coordinator.errors import Refusal
+from coordinator.operations.shared import Shared
 from coordinator.storage.database import Database
 from coordinator.storage.migrations import newest
 
@@ -38,7 +39,7 @@ class Readiness:
         self._database = database
         self._folder = folder
         self._newest = newest()
-        self._looking: asyncio.Task[None] | None = None
+        self._looking = Shared(self._look)
         self._writing: asyncio.Task[None] | None = None
         self.ending = False
         """Set when the process was told to end: from then on it is not ready, and still answers."""
@@ -50,10 +51,7 @@ class Readiness:
         """
         if self.ending:
             raise Refusal("shutting_down", "this process was told to end")
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(self._look())
-        # Who leaves must not take the answer of the others with him.
-        await asyncio.shield(self._looking)
+        await self._looking.get()
 
     async def _look(self) -> None:
         async with asyncio.timeout(PATIENCE_SECONDS):
