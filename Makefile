@@ -31,7 +31,7 @@ demo: setup
 	@$(BIN)/coordinator demo $(if $(filter-out 0,$(KEEP)),--keep)
 
 test: programs lint
-	@$(BIN)/python -m pytest --numprocesses=2 --dist=loadgroup tests
+	@$(BIN)/python -m pytest --numprocesses=3 --dist=loadgroup tests
 
 bench: setup
 	@$(BIN)/python -m benchmarks.ledger

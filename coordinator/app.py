@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Collection
 from importlib.metadata import version
 from pathlib import Path
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
+from starlette.routing import BaseRoute
 
 from coordinator import clocks, errors
 from coordinator.body import BodyLimit
@@ -64,6 +67,20 @@ to refusals: pass over those that you do not know.
 The operation ids are verb and noun in snake case, the names of methods for a generated client: `submit_rollouts`, or
 `submitRollouts` where that is the custom. The examples of all calls tell one story, in the order of their numbers.
 """
+
+
+def _operation_id(route: APIRoute) -> str:
+    return route.name
+
+
+@functools.cache
+def _routes_of_nouns() -> tuple[BaseRoute, ...]:
+    """What is served on each noun: slow to make, and the same in every app of a process."""
+    every = APIRouter(generate_unique_id_function=_operation_id, strict_content_type=False)
+    nouns = (runs, workers, policies, files, rollouts, updates, line, rewinds)
+    for router in (*nouns, watching, diagnosis, statistics_router, tokens):
+        every.include_router(router)
+    return tuple(every.routes)
 
 
 def create_app(
@@ -138,7 +155,7 @@ def create_app(
         version=version("rollout-coordinator"),
         description=DESCRIPTION,
         lifespan=lifespan,
-        generate_unique_id_function=lambda route: route.name,
+        generate_unique_id_function=_operation_id,
         redirect_slashes=False,
         strict_content_type=False,
         docs_url=None,
@@ -158,9 +175,7 @@ def create_app(
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
     app.add_middleware(Requests, numbers=numbers)
     errors.install(app)
-    nouns = (runs, workers, policies, files, rollouts, updates, line, rewinds)
-    for router in (*nouns, watching, diagnosis, statistics_router, tokens):
-        app.include_router(router)
+    app.router.routes.extend(_routes_of_nouns())
 
     @app.get("/healthz", tags=["health"])
     async def healthz() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import pytest
 
 from tests.client.server_process import ServerProcess
 from tests.database import Databases, databases
+
+# By default a sixth of the time of these tests goes into looking for garbage among the engines' million objects.
+gc.set_threshold(100_000, 50, 100)
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +37,10 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
     server.start()
     yield server
     server.stop()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -151,6 +151,7 @@ def test_one_that_goes_on_or_fails_has_an_exit_code_of_its_own(cli: Command, pub
 
 def test_ctrl_c_leaves_the_activation_as_it_is(server: ServerProcess, published: tuple[Run, Worker]) -> None:
     run, _ = published
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores Ctrl+C
     following = subprocess.Popen(
         [sys.executable, "-m", "coordinator.cli", "activate", run.id, "1", "--data", str(server.data)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

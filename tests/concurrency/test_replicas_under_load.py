@@ -9,6 +9,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from coordinator.client import Coordinator, Run
 from tests.client.server_process import ServerProcess
 from tests.ledger_checker import check_ledger
@@ -40,6 +42,7 @@ def doze_until_both_ends_were_seen(clients: Clients, run: Run) -> None:
         doze(clients.processes[random.choice(CLIENTS["train"])])
 
 
+@pytest.mark.long
 def test_the_audit_proves_the_promises_after_a_storm(
     replicas: list[ServerProcess], replicated_url: str, tmp_path: Path
 ) -> None:

@@ -80,6 +80,7 @@ def test_killed_between_each_pair_of_steps_it_stands_as_before(owner: ServerProc
     assert check_ledger(url) == []
 
 
+@pytest.mark.long
 def test_killed_in_the_middle_of_each_step_the_client_gets_through_and_nothing_is_half_done(
     owner: ServerProcess, tmp_path: Path
 ) -> None:

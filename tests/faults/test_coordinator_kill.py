@@ -8,6 +8,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import pytest
+
 from coordinator.client import Coordinator
 from coordinator.storage.postgres import EmbeddedPostgres
 from tests.client.server_process import ServerProcess
@@ -17,6 +19,7 @@ from tests.load import Clients, start_run
 KILLS = 12
 
 
+@pytest.mark.long
 def test_kills_at_any_moment_lose_nothing_and_consume_nothing_twice(tmp_path: Path) -> None:
     folder = Path(tempfile.mkdtemp(prefix="coordinator-kills-"))
     folder.chmod(0o755)  # as root, Postgres runs as another user

@@ -20,6 +20,7 @@ from tests.load import Clients, publish, start_run
 POSTGRES_EVERY = 6
 
 
+@pytest.mark.long
 def test_clients_carry_on_through_the_other_replica(
     replica_pair: tuple[str, list[ServerProcess]], tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:

@@ -181,6 +181,7 @@ def of_the_next_release() -> list[str]:
     ]
 
 
+@pytest.mark.long
 def test_nothing_is_lost_when_the_schema_moves_under_load(
     postgres: Databases, server: ServerProcess, tmp_path: Path
 ) -> None:

@@ -186,6 +186,7 @@ def two(
         fleet.stop()
 
 
+@pytest.mark.xdist_group("fleet")
 def test_both_tell_their_stages_and_ack_before_the_switch(two: Fleet) -> None:
     policy = two.run.policy(1)
     for worker in ("right", "odd"):
@@ -197,6 +198,7 @@ def test_both_tell_their_stages_and_ack_before_the_switch(two: Fleet) -> None:
         assert policy.digests[digest["layout"]] == digest["registered"] == digest["active"]
 
 
+@pytest.mark.xdist_group("fleet")
 def test_a_load_that_kept_the_old_weights_is_held(two: Fleet) -> None:
     version = two.active() + 1
     two.word("odd").write_text("keep_old")
@@ -214,6 +216,7 @@ def test_a_load_that_kept_the_old_weights_is_held(two: Fleet) -> None:
     assert two.run.activation(opened.activation_id).state == "succeeded"
 
 
+@pytest.mark.xdist_group("fleet")
 def test_a_tensor_that_one_worker_lost_is_seen_against_the_other(two: Fleet) -> None:
     version = two.active() + 1
     two.word("odd").write_text("loading")
@@ -231,6 +234,7 @@ def test_a_tensor_that_one_worker_lost_is_seen_against_the_other(two: Fleet) -> 
     until(lambda: two.active() == version)
 
 
+@pytest.mark.long
 def test_a_worker_killed_at_each_stage_comes_back_and_is_the_last_ack(
     coordinator: tuple[Coordinator, str], tiny_model: Path, tmp_path: Path
 ) -> None:

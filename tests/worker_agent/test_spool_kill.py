@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from coordinator.client import Coordinator, Run
 from coordinator.wire.runs import CreateRun, FirstPolicy, GenerationContract, RunSettings
 from tests.client.server_process import ServerProcess
@@ -85,6 +87,7 @@ def _task(worker_id: str, number: int) -> dict[str, object]:
     return {"task_id": f"{worker_id}-{number}", "messages": [{"role": "user", "content": f"2 + {number} ="}]}
 
 
+@pytest.mark.long
 def test_every_rollout_arrives_once(database_url: str, tmp_path: Path, tiny_model: Path) -> None:
     server = ServerProcess(tmp_path / "data", database_url)
     server.start()

@@ -14,6 +14,7 @@ from tests.model.policies.service import Service
 from tests.model.service import serving
 
 
+@pytest.mark.long
 def test_the_service_agrees_with_the_fleet_in_memory(database_url: str, pytestconfig: pytest.Config) -> None:
     with serving(database_url, Service) as FleetMachine.service:
         search(FleetMachine, pytestconfig)
