@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import gc
 import ipaddress
 import logging
 import os
@@ -265,4 +266,6 @@ def serve_forever(settings: Settings, host: str, port: int, say: Say) -> None:
             ssl_certfile=settings.tls_certificate,
             ssl_keyfile=settings.tls_key,
         )
+        # What is loaded by now stays: no search for garbage need walk it, and hold the event loop for 30 to 70 ms.
+        gc.freeze()
         Server(config, settings.drain_seconds).run(sockets=[listener])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 from tests.client.server_process import ServerProcess
 from tests.database import Databases, databases
 
+# Threads of several engines that wait for each other on few cores cost more than they bring. Torch reads it once.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # By default a sixth of the time of these tests goes into looking for garbage among the engines' million objects.
 gc.set_threshold(100_000, 50, 100)
 

@@ -88,6 +88,11 @@ class Connection:
         """The address in use."""
         return self._urls[self._at]
 
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._http.is_closed
+
     def close(self) -> None:
         """Close the sockets. A call afterwards raises RuntimeError."""
         self._http.close()

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -104,6 +105,19 @@ def test_a_lost_lease_is_raised_by_the_next_call(mortal_server: ServerProcess) -
             update.commit()
         assert run.update_view(update.id).state == "expired"
         assert run.counts().rollouts["rewarded"] == 2
+
+
+def test_a_coordinator_that_is_closed_too_soon_ends_the_renewal_in_words(
+    server: ServerProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    coordinator = Coordinator(server.url, server.token)
+    run = new_run(coordinator, update_lease_seconds=1.0)
+    with pytest.raises(RuntimeError, match="closed"), run.update() as update:
+        renewing = next(thread for thread in threading.enumerate() if update.id in thread.name)
+        coordinator.close()
+        renewing.join(10)
+    assert not renewing.is_alive()
+    assert f"update {update.id}: its coordinator was closed before it ended: the lease runs out" in caplog.messages
 
 
 def test_a_trainer_on_an_old_line_is_told_so(coordinator: Coordinator) -> None:

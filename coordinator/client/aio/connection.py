@@ -87,6 +87,11 @@ class AsyncConnection:
         """The address in use."""
         return self._urls[self._at]
 
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._http.is_closed
+
     async def close(self) -> None:
         """Close the sockets. A call afterwards raises RuntimeError."""
         await self._http.aclose()

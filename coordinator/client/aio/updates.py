@@ -305,6 +305,11 @@ class AsyncUpdate:
                 self._lost = error
                 return False
             _log.warning("update %s: the lease could not be renewed yet: %s", self.id, error)
+        except RuntimeError:
+            if not self._connection.closed:
+                raise
+            _log.warning("update %s: its coordinator was closed before it ended: the lease runs out", self.id)
+            return False
         return True
 
 
