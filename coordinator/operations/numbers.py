@@ -93,14 +93,16 @@ class Numbers:
     def reserved(self, run_id: str, verdicts: list[ReserveVerdict]) -> None:
         """Rollouts got their verdicts at a reservation. One that is sent again is measured once."""
         self._touch(run_id)
-        for verdict in verdicts:
-            self._reservations.labels(run_id, verdict.verdict, verdict.state or "").inc()
-            if verdict.verdict == "idempotent_retry":
-                continue
-            if verdict.lag is not None:
-                self._lag.labels(run_id).observe(verdict.lag)
-            if verdict.drift is not None:
-                self._drift.labels(run_id).observe(verdict.drift)
+        for labels, n in Tally((v.verdict, v.state or "") for v in verdicts).items():
+            self._reservations.labels(run_id, *labels).inc(n)
+        for histogram, values in (
+            (self._lag, [v.lag for v in verdicts if v.verdict != "idempotent_retry" and v.lag is not None]),
+            (self._drift, [v.drift for v in verdicts if v.verdict != "idempotent_retry" and v.drift is not None]),
+        ):
+            if values:
+                of_run = histogram.labels(run_id)
+                for value in values:
+                    of_run.observe(value)
 
     def _touch(self, run_id: str) -> None:
         self._runs[run_id] = None
